@@ -146,6 +146,14 @@ def run(
             "--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml"
         ),
     ] = None,
+    verbose: Annotated[
+        bool | None,
+        option("--verbose", "-v", help="print all verdicts, and every failure at length"),
+    ] = None,
+    full: Annotated[
+        bool | None,
+        option("--full", help="write a line per requirement and run to report.jsonl"),
+    ] = None,
     debug: Annotated[
         bool | None,
         option("--debug", help="show tracebacks and pytest's own output, keep temporary files"),
@@ -184,6 +192,8 @@ def run(
         "half": half,
         "hook_timeout": hook_timeout,
         "pythonpath": pythonpath or None,
+        "verbose": verbose,
+        "full": full,
         "debug": debug,
     }
     again = {
@@ -221,12 +231,18 @@ def merge(
             "--report-dir", metavar="DIR", help="where the joint report goes [kvconform-report]"
         ),
     ] = "kvconform-report",
+    verbose: Annotated[
+        bool, option("--verbose", "-v", help="print all verdicts, and every failure at length")
+    ] = False,
+    full: Annotated[
+        bool, option("--full", help="write a line per requirement and run to report.jsonl")
+    ] = False,
 ) -> None:
     """Join the reports of all shards of a run into one report with one verdict. Needs no vLLM."""
     from kvconform.report import merge as merging
     from kvconform.report.terminal import make_console
 
-    raise typer.Exit(merging.merge(folders, report_dir, make_console()))
+    raise typer.Exit(merging.merge(folders, report_dir, make_console(), verbose=verbose, full=full))
 
 
 @app.command(name="list")
@@ -234,20 +250,31 @@ def list_(
     what: Annotated[
         str, typer.Argument(metavar=f"[{'|'.join(LISTS)}]", show_default=False)
     ] = "requirements",
+    area: Annotated[
+        Text,
+        typer.Argument(
+            metavar="[AREA]", help="only the requirements or cases of this area", show_default=False
+        ),
+    ] = None,
+    everything: Annotated[bool, option("--all", help="all areas, with whole texts")] = False,
 ) -> None:
     """List requirements, cases, profiles, the catalogue's connectors, or adapters."""
     from kvconform import commands
 
-    commands.show(what)
+    commands.show(what, area, everything=everything)
 
 
 @app.command()
 def explain(
     identifier: Annotated[
-        str, typer.Argument(metavar="ID", help="a requirement, a case or a planted defect")
+        str,
+        typer.Argument(
+            metavar="ID",
+            help="a requirement, case, planted defect, rule (R035) or bug (B040)",
+        ),
     ],
 ) -> None:
-    """Explain a requirement, a case or a planted defect."""
+    """Explain a requirement, a case, a planted defect, a rule or a bug."""
     from kvconform.contract.loader import load_spec
     from kvconform.report.explain import explain as text_of
 

@@ -10,10 +10,12 @@ import importlib
 import importlib.metadata
 import platform
 import sys
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from kvconform import __version__
 from kvconform.adapters import registry as adapters
@@ -23,25 +25,66 @@ from kvconform.contract.case import Case
 from kvconform.contract.loader import Spec, load_spec
 from kvconform.contract.requirement import Requirement
 from kvconform.contract.scenario import Scenario
-from kvconform.errors import UsageError
+from kvconform.errors import UsageError, did_you_mean
 
 KINDS = ("requirements", "cases", "profiles", "connectors", "adapters")
 
 
-def show(what: str) -> None:
-    """Print a list: a table on a terminal, tab-separated lines elsewhere. UsageError if unknown."""
+def show(what: str, area: str | None = None, *, everything: bool = False) -> None:
+    """Print a list: on a terminal the areas or one area, tab-separated lines elsewhere.
+
+    `kvconform list AREA` is short for the requirements of an area. UsageError if unknown.
+    """
+    spec = load_spec()
+    areas = {one.area for one in spec.requirements.values()}
+    areas |= {one.area for one in spec.cases.values()}
+    if what not in KINDS and what in areas and area is None:
+        what, area = KINDS[0], what
     if what not in KINDS:
-        raise UsageError(f"list what? {what!r} is none of {', '.join(KINDS)}")
-    columns, rows = _rows(load_spec(), what)
+        close = did_you_mean(what, [*KINDS, *areas])
+        raise UsageError(f"list what? {what!r} is none of {', '.join(KINDS)}, and no area{close}")
+    columns, rows = _rows(spec, what)
+    if area is not None:
+        rows = [row for row in rows if columns[1] == "area" and row[1] == area]
+        if not rows:
+            close = did_you_mean(area, areas)
+            raise UsageError(f"there are no {what} of area {area!r}{close}")
     if not sys.stdout.isatty():
         sys.stdout.writelines("\t".join(row) + "\n" for row in rows)
         return
-    table = Table(box=None, pad_edge=False)
-    for name in columns:
-        table.add_column(name, no_wrap=name != "text", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False, markup=False).print(table)
+    print_list(Console(highlight=False, markup=False), what, columns, rows, area, everything)
+
+
+def print_list(
+    console: Console,
+    what: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    area: str | None,
+    everything: bool,
+) -> None:
+    """Print a list for people: areas with their numbers, or two lines per entry.
+
+    `everything` prints all entries with their whole texts.
+    """
+    if columns[1] == "area" and area is None and not everything:
+        for name, count in sorted(Counter(row[1] for row in rows).items()):
+            console.print(f"{name:<14}{count:>4}")
+        hint = f"{len(rows)} {what}; kvconform list {what} AREA shows one area, --all shows all"
+        console.print(f"\n{hint}", soft_wrap=True)
+        return
+    room = max(20, console.width - 4)
+    for name, *facts, text in rows:
+        if columns[1] == "area":
+            facts = facts[0 if area is None else 1 :]
+        console.print("  ".join([name, *facts]), soft_wrap=True)
+        lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
+        if not everything and columns[1] == "area" and len(lines) > 1:
+            lines = [textwrap.shorten(text, room, placeholder=" …")]
+        for line in lines:
+            console.print(f"    {line}", soft_wrap=True)
+    if not everything and columns[1] == "area":
+        console.print("\nkvconform explain ID says more; --all prints whole texts", soft_wrap=True)
 
 
 def _rows(spec: Spec, what: str) -> tuple[list[str], list[list[str]]]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -13,6 +14,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -130,19 +132,111 @@ def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None
     package = connector.partition(":")[0].partition(".")[0]
     if ":" not in connector or importlib.util.find_spec(package) is not None:
         return
-    if importlib.machinery.PathFinder.find_spec(package, list(pythonpath)) is None:
-        absent = [folder for folder in pythonpath if not Path(folder).is_dir()]
-        if absent:
-            raise UsageError(
-                f"there is no directory {absent[0]} (--pythonpath), "
-                f"and no package {package!r} anywhere else on this Python's path"
-            )
-        if pythonpath:
-            raise UsageError(
-                f"there is no package {package!r} in {', '.join(pythonpath)} (--pythonpath), "
-                "nor elsewhere on this Python's path"
-            )
+    if importlib.machinery.PathFinder.find_spec(package, list(pythonpath)) is not None:
+        return
+    absent = [folder for folder in pythonpath if not Path(folder).is_dir()]
+    if absent:
         raise UsageError(
-            f"there is no package {package!r} on this Python's path: "
-            f"install it into {sys.prefix}, or give --pythonpath DIR"
+            f"there is no directory {absent[0]} (--pythonpath), "
+            f"and no package {package!r} anywhere else on this Python's path"
         )
+    if pythonpath:
+        raise UsageError(
+            f"there is no package {package!r} in {', '.join(pythonpath)} (--pythonpath), "
+            "nor elsewhere on this Python's path"
+        )
+    raise UsageError(
+        f"there is no package {package!r} on this Python's path: "
+        f"install it into {sys.prefix}, or give --pythonpath DIR"
+    )
+
+
+def check_connector_exists(connector: str, pythonpath: Sequence[str] = ()) -> None:
+    """Raise UsageError if vLLM registers no such connector, or there is no such module or class.
+
+    Imports nothing: sources are searched for the name. What cannot be known without an import is
+    left to the workers.
+    """
+    if ":" in connector:
+        _check_class(connector, pythonpath)
+    else:
+        _check_registered(connector)
+
+
+def _check_registered(name: str) -> None:
+    """Raise UsageError if the installed vLLM's factory registers no connector of this name.
+
+    Plugins of vLLM may register others, so nothing is known where some are installed.
+    """
+    found = importlib.util.find_spec("vllm")
+    plugins = [
+        each
+        for each in entry_points(group="vllm.general_plugins")
+        if not each.value.startswith(("vllm.", "kvconform."))
+    ]
+    if found is None or found.origin is None or plugins:
+        return
+    factory = Path(found.origin).parent / "distributed/kv_transfer/kv_connector/factory.py"
+    try:
+        tree = ast.parse(factory.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return
+    known = [
+        str(node.args[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "register_connector"
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+    ]
+    if known and name not in known:
+        close = did_you_mean(name, known) or f"; it knows {', '.join(sorted(known))}"
+        raise UsageError(
+            f"vLLM knows no connector named {name!r}: give it as package.module:Class{close}"
+        )
+
+
+def _check_class(connector: str, pythonpath: Sequence[str]) -> None:
+    """Raise UsageError if a connector's module or class does not exist, as far as sources say."""
+    module, _, name = connector.partition(":")
+    path: list[str] | None = None
+    parts = module.split(".")
+    found = None
+    for depth in range(1, len(parts) + 1):
+        full = ".".join(parts[:depth])
+        places = [*sys.path, *pythonpath] if path is None else path
+        found = importlib.machinery.PathFinder.find_spec(full, places)
+        if found is None and depth == 1:
+            return  # found by an import hook, which cannot be asked about what is below
+        if found is None:
+            raise UsageError(f"there is no module {full!r}, which {connector!r} needs")
+        path = list(found.submodule_search_locations or ())
+    if found is None or not (found.origin or "").endswith(".py"):
+        return
+    source = Path(found.origin or "")
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        raise UsageError(f"{source}:{error.lineno}: {error.msg}, so {module} cannot run") from None
+    except (OSError, ValueError):
+        return
+    names = _names_in(tree)
+    if names is not None and name not in names:
+        close = did_you_mean(name, names)
+        raise UsageError(f"module {module} ({source}) has no class {name!r}{close}")
+
+
+def _names_in(tree: ast.Module) -> set[str] | None:
+    """Return all names that a module may have; None if its source does not tell."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and node.id in ("globals", "setattr", "exec", "vars"):
+            return None
+    return None if found & {"*", "__getattr__"} else found

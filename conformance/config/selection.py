@@ -27,6 +27,7 @@ from kvconform.contract.profile import select as select_profile
 from kvconform.contract.profile import unknown_requirements
 from kvconform.contract.requirement import Requirement
 from kvconform.errors import UsageError, did_you_mean
+from kvconform.words import many
 
 ELSEWHERE = {"hash-seed": 8000, "second-process": 500}
 """Milliseconds that a related run in another process takes, by relation."""
@@ -230,6 +231,8 @@ def _wanted(
                 f"--trace: there is no case {entry!r}{did_you_mean(entry, spec.cases)}"
             )
         if not some_cases and not some_requirements:
+            if close := _globs(entry, [*spec.cases, *spec.requirements]):
+                raise UsageError(f"-k {entry}: there is no such case, requirement or area{close}")
             is_area = not set(entry) & set(".*?[")  # ids have a dot, globs have wildcards
             if is_area:
                 areas = dict.fromkeys(
@@ -245,6 +248,15 @@ def _wanted(
         if not some_cases:
             requirements |= some_requirements
     return cases or None, requirements or None, variants or None
+
+
+def _globs(entry: str, known: Iterable[str]) -> str:
+    """Return a hint at a glob that contains the entry and matches something; "" if none does."""
+    word = entry.strip("*").removesuffix(".")
+    found = _matching([glob := f"*{word}*"], known) if word else []
+    if not found or not word.replace("-", "").replace(".", "").isalnum():
+        return ""
+    return f"; did you mean '{glob}', which matches {many(len(found), 'id')}, such as {found[0]}?"
 
 
 def _names(entry: str, item: Case | Requirement) -> bool:

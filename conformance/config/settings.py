@@ -110,6 +110,13 @@ class Settings(BaseModel):
     report_dir: str = "kvconform-report"
     trace: str | None = None
     debug: bool = False
+    verbose: bool = Field(
+        default=False, description="print tables of all verdicts, and every failure at length"
+    )
+    full: bool = Field(
+        default=False,
+        description="a line per requirement and run in report.jsonl, also without findings",
+    )
     disable: list[str] = Field(
         default=[], description="globs over ids of requirements and cases to switch off"
     )
@@ -141,6 +148,17 @@ class Settings(BaseModel):
     @classmethod
     def _whole_seconds(cls, value: Any) -> Any:
         return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("engine", "scheduling", mode="before")
+    @classmethod
+    def _all_of_them(cls, value: Any) -> Any:
+        """Take a list of all engines or schedulings for `all`."""
+        names = sorted(each.strip() for each in value.split(",")) if isinstance(value, str) else []
+        if names in (sorted(ENGINES), sorted(SCHEDULINGS)):
+            return "all"
+        if len(names) > 1:
+            raise ValueError(f"{value!r} is no engine or scheduling: name one, or all")
+        return value
 
     @field_validator("shard")
     @classmethod

@@ -402,6 +402,14 @@ _kind(
     "been computed since.",
 )
 _kind(
+    "req.interrupted",
+    "sched",
+    "req:str generation:int hook:str computed:int scheduled:int? placeholders:int known:int "
+    "table:list",
+    "A hook of the scheduler half raised while the engine scheduled this request: the counters "
+    "that the hook saw; scheduled = tokens of the step, if it had been put together.",
+)
+_kind(
     "req.state",
     "sched",
     "req:str generation:int from:str? to:str reason:str by:str computed:int placeholders:int "

@@ -436,6 +436,7 @@ def main(
     kill matrix is written to `report_dir`, if given. With `strict`, a MUST that no defect violates
     is a failure too.
     """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of every process
     jobs = jobs or min(4, len(os.sched_getaffinity(0)))
     try:
         known = known_defects()

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -23,12 +24,12 @@ PLACE = Path("docs", "example-connector-report.txt")
 ARGUMENTS = ("run", "ExampleConnector", "--extra-config", '{"shared_storage_path": "{tmp}"}')
 PANEL = "save.confirmed"
 """The failure that the excerpt shows."""
-FIELDS = ("rule", "found", "where")
+FIELDS = ("rule", "found", "where", "reproduce")
 """The fields of the failure that it shows."""
 MOST = 20
 """Lines of the excerpt."""
-BORDER = 100
-"""Columns of its border."""
+WIDTH = "100"
+"""Columns of the report."""
 
 
 def whole(output: str) -> str:
@@ -38,7 +39,7 @@ def whole(output: str) -> str:
         if re.match(r"\d+/\d+ runs, ", line):
             continue
         if line.startswith("reports "):
-            line = "reports     kvconform-report"
+            line = re.sub(r"^(reports +)\S+", r"\1kvconform-report", line)
         lines.append(re.sub(r"  in [\d.]+ s$", "", line.rstrip()))
     return "\n".join(lines) + "\n"
 
@@ -49,17 +50,16 @@ def excerpt(root: Path) -> str:
     UsageError if the report lacks a part of it.
     """
     lines = (root / PLACE).read_text(encoding="utf-8").splitlines()
-    panels = [number for number, line in enumerate(lines) if line.startswith(f"╭─ {PANEL} ")]
+    titles = [n for n, line in enumerate(lines) if re.match(rf"── \d+\. {PANEL} ─", line)]
     answers = [number for number, line in enumerate(lines) if line.startswith("NOT CONFORMANT")]
-    if not panels or not answers:
+    if not titles or not answers:
         raise UsageError(f"{PLACE} has no failure of {PANEL} or no verdict")
-    end = next(n for n in range(panels[0], len(lines)) if lines[n].startswith("╰"))
+    end = next(n for n in range(titles[0], len(lines)) if not lines[n])
     shown = [
         lines[0],
         "...",
-        lines[panels[0]][:BORDER],
-        *_shown(lines[panels[0] + 1 : end]),
-        lines[end][:BORDER],
+        lines[titles[0]],
+        *_shown(lines[titles[0] + 1 : end]),
         "...",
         *lines[answers[-1] :],
     ]
@@ -68,20 +68,16 @@ def excerpt(root: Path) -> str:
     return "\n".join(["```", *shown, "```"]) + "\n"
 
 
-def _shown(panel: Iterable[str]) -> Iterator[str]:
+def _shown(section: Iterable[str]) -> Iterator[str]:
     """Yield the lines of a failure that the excerpt shows."""
-    keep = last = False
-    for line in panel:
-        text = line.removeprefix("│ ").rstrip("│ ")
-        last = last or text.startswith("reproduce:")
-        if re.match(r"[> ] *\d+  ", text):
-            keep = text.startswith(">")
-            if keep:
-                yield "│"
-        elif text[:1].strip():
-            keep = text.startswith(FIELDS)
-        if text and (keep or last):
-            yield f"│ {text}"
+    keep = False
+    for line in section:
+        if re.match(r"[> ] *\d+  ", line):
+            keep = line.startswith(">")
+        elif line[:1].strip():
+            keep = line.startswith(FIELDS)
+        if keep:
+            yield line
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -93,7 +89,12 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "kvconform", *ARGUMENTS]
             done = subprocess.run(
-                command, cwd=folder, stdout=subprocess.PIPE, text=True, check=False
+                command,
+                cwd=folder,
+                env={**os.environ, "COLUMNS": WIDTH},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=False,
             )
         output = done.stdout
     (ROOT / PLACE).write_text(whole(output), encoding="utf-8")

@@ -15,20 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from kvconform.compat.installed import check_vllm
-from kvconform.config.catalogue import check_connector_name, lacking
+from kvconform.config.catalogue import check_connector_exists, check_connector_name, lacking
 from kvconform.config.settings import Settings
 from kvconform.contract.loader import explained, load_spec
 from kvconform.errors import UsageError
-from kvconform.explore.campaign import Campaign, Corpus, explore, first, reduce
+from kvconform.explore.campaign import Campaign, Corpus, Found, explore, first, reduce
 from kvconform.explore.outcome import judgeable, never
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
 from kvconform.explore.workload import Workload
 from kvconform.report.causes import run_of
-from kvconform.report.terminal import make_console
+from kvconform.report.layout import make_console, paragraph
+from kvconform.words import many
 
 SITUATIONS = (
     "hit",
@@ -109,10 +110,12 @@ def run(
         raise UsageError(
             f"profile {profile} ends after --minutes N or --examples N: give one of them"
         )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of every worker
     console = make_console()
     vllm, warnings = check_vllm()
     warnings += lacking(settings.catalogue)
     check_connector_name(settings.connector, settings.pythonpath)
+    check_connector_exists(settings.connector, settings.pythonpath)
     for warning in warnings:
         console.print(f"warning: {warning}")
     seed = settings.seed + (int(time.time()) // 86_400 if chosen.daily else 0)
@@ -209,8 +212,24 @@ class _Progress:
             news = f"{fresh * 60 / PAUSE:.0f} new pairs per minute"
             self.console.print(
                 f"{campaign.runs}/{self.count} workloads, {speed:.0f} per second, {news},"
-                f" {len(campaign.found)} failures"
+                f" {many(len(campaign.found), 'failure')}"
             )
+
+
+def _failure(console: Console, found: Found) -> None:
+    """Print a failure with all that was found, and the case that shows it."""
+    failure = found.failure
+    risk = "risk: " if failure.risk else ""
+    console.print()
+    title = f"{failure.requirement}  {risk}in {many(found.count, 'workload')}"
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    paragraph(console, "found", failure.message)
+    if not found.path:
+        paragraph(console, "case", "not shrunk")
+        return
+    requests, steps, *_ = found.workload.size
+    paragraph(console, "case", f"{found.path}")
+    paragraph(console, "", f"{many(requests, 'request')}, {many(steps, 'step')}")
 
 
 def _print(console: Console, campaign: Campaign, deaths: int) -> None:
@@ -224,11 +243,8 @@ def _print(console: Console, campaign: Campaign, deaths: int) -> None:
         f" {len(campaign.corpus.seeds)} workloads in the corpus"
     )
     if unseen:
-        console.print(
-            f"gaps         {len(unseen)} of {len(asked)} requirements were never exercised:"
-            f" {', '.join(unseen)}",
-            soft_wrap=True,
-        )
+        text = f"{len(unseen)} of {many(len(asked), 'requirement')} were never exercised: "
+        paragraph(console, "gaps", text + ", ".join(unseen))
     known = explained(load_spec())
     for name, count in campaign.guarantees.most_common():
         why = "NOT KNOWN: a fault of the engine or of this suite"
@@ -237,7 +253,7 @@ def _print(console: Console, campaign: Campaign, deaths: int) -> None:
         if unlike := campaign.unmarked[name]:
             why = f"{unlike} of them NOT KNOWN: without the mark of {known[name].id}"
         console.print(
-            f"vLLM         guarantee {name} was broken in {count} workloads ({why});"
+            f"vLLM         guarantee {name} was broken in {many(count, 'workload')} ({why});"
             " not the connector's fault"
         )
     if deaths:
@@ -245,31 +261,17 @@ def _print(console: Console, campaign: Campaign, deaths: int) -> None:
     for workload, error in campaign.errors[:5]:
         console.print(f"harness      {workload.data['id']}: {error}")
     if campaign.found:
-        table = Table(box=None, pad_edge=False)
-        for title in ("requirement", "workloads", "shrunk to", "what"):
-            table.add_column(title, overflow="fold")
         for found in sorted(campaign.found.values(), key=lambda each: -each.count):
-            requests, steps, *_ = found.workload.size
-            shrunk = (
-                f"{requests} requests, {steps} steps: {found.path}" if found.path else "not shrunk"
-            )
-            table.add_row(
-                found.failure.requirement,
-                str(found.count),
-                shrunk,
-                ("risk: " if found.failure.risk else "")
-                + " ".join(found.failure.message.split())[:300],
-            )
-        console.print(table)
+            _failure(console, found)
     risks = sum(found.failure.risk for found in campaign.found.values())
     failures = len(campaign.found) - risks
-    verdict = f"{failures} failures" if failures else "nothing failed"
+    verdict = many(failures, "failure") if failures else "nothing failed"
     if risks:
-        verdict += f", {risks} risks (situations that vLLM does not bring about)"
+        verdict += f", {many(risks, 'risk')} (situations that vLLM does not bring about)"
     if campaign.errors:
-        verdict += f", {len(campaign.errors)} errors of the harness"
+        verdict += f", {many(len(campaign.errors), 'error')} of the harness"
     speed = campaign.runs / max(campaign.seconds, 1e-9)
     console.print(
-        f"\n{campaign.runs} workloads in {campaign.seconds:.0f} s ({speed:.0f} per second):"
+        f"\n{many(campaign.runs, 'workload')} in {campaign.seconds:.0f} s ({speed:.0f} per second):"
         f" {verdict}"
     )

@@ -14,22 +14,52 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from kvconform.contract.trace import Event
+
+Side = Literal["load", "save"]
+"""Where the mistake was made that wrong bytes show."""
+
+
+class Story(NamedTuple):
+    """Where wrong bytes were before.
+
+    `req` is the request whose table shows it; `side` is known if an outdated table explains them.
+    """
+
+    req: str
+    text: str
+    side: Side | None = None
 
 
 @dataclass
 class Stay:
-    """One stay of a request on the engine, from an admission to a preemption.
+    """One stay of a request on the engine, from an admission to a preemption or its end.
 
-    `since` and `preempted` are steps; `table` is the block table at the end of the stay.
+    `since`, `preempted` and `finished` are steps; `table` is the block table at the end of the
+    stay, and `got` the step in which each of its blocks was first there.
     """
 
     since: int
     generation: int
     table: list[int]
     preempted: int | None = None
+    finished: int | None = None
+    got: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def left(self) -> str | None:
+        """How and when the stay ended, in words; None if it did not."""
+        if self.preempted is not None:
+            return f"its preemption in step {self.preempted}"
+        return None if self.finished is None else f"its end in step {self.finished}"
+
+    @property
+    def until(self) -> int | None:
+        """The step in which the stay ended."""
+        return self.preempted if self.preempted is not None else self.finished
 
 
 def source(event: Event) -> tuple[str, int] | None:
@@ -54,40 +84,74 @@ def stays(trace: Iterable[Event], until: int) -> dict[str, list[Stay]]:
             if not mine or mine[-1].preempted is not None:
                 mine.append(Stay(e["step"], e["generation"], []))
             mine[-1].table = e["table"]
+            for block in e["table"]:
+                mine[-1].got.setdefault(block, e["step"])
         elif e["kind"] == "req.state" and e["to"] == "PREEMPTED" and found.get(e["req"]):
             found[e["req"]][-1].preempted = e["step"]
+        elif e["kind"] == "req.finished" and found.get(e["req"]):
+            found[e["req"]][-1].finished = e["step"]
     return found
 
 
-def tell(trace: list[Event], event: Event) -> tuple[str, str] | None:
-    """Return a request, and a sentence about where the wrong bytes of `event` were before.
+def tell(trace: list[Event], event: Event) -> Story | None:
+    """Return the story of the wrong bytes of `event`.
 
-    None if that is not known, which includes all events but a kv.wrong of another position in a run
-    with one block table per request (one KV cache group, one context rank).
+    None if that is not known, which includes all events but a kv.wrong of another position or
+    request in a run with one block table per request (one KV cache group, one context rank).
     """
     place = source(event)
     start = trace[0]
     one_table = start.get("groups", 1) <= 1 and start.get("context_ranks", 1) <= 1
-    if place is None or event["found"] != "other_position" or not one_table:
+    if place is None or event["found"] not in ("other_position", "other_request") or not one_table:
         return None
     size = start["block_size"]
     req, pos = place
     held = pos // size
     wanted = event["pos"] // size
     known = stays(trace, event["seq"])
+    if event["found"] == "other_request":
+        if pos % size != event["pos"] % size:
+            return None
+        return next(_taken(known, req, held, wanted), None)
     if pos % size == event["pos"] % size:
         # Any request with the same prefix may have been saved; that of the bytes is the likeliest.
         for name in dict.fromkeys([req, *known]):
             # What is read in a step was saved before it.
             mine = [stay for stay in known.get(name, []) if stay.since < event["step"]]
             for text in _outdated(name, mine, held, wanted):
-                return name, text
+                return Story(name, text, "save")
         for text in _misplaced(known.get(event["req"], []), held, wanted):
-            return event["req"], text
+            return Story(event["req"], text, "load")
     for stay in known.get(req, []):
         if held < len(stay.table):
-            return req, _held(req, pos, stay, stay.table[held])
+            return Story(req, _held(req, pos, stay, stay.table[held]))
     return None
+
+
+def _taken(known: dict[str, list[Stay]], owner: str, held: int, wanted: int) -> Iterator[Story]:
+    """Yield a story per request that had the block of `owner` before it, at the index `wanted`.
+
+    A save of that request that read the block too late, or by its old table, found KV of `owner`.
+    """
+    for stay in known.get(owner, []):
+        if held >= len(stay.table):
+            continue
+        block = stay.table[held]
+        for name, others in known.items():
+            for earlier in others:
+                if (
+                    name != owner
+                    and wanted < len(earlier.table)
+                    and earlier.table[wanted] == block
+                    and earlier.until is not None
+                    and earlier.until <= stay.got[block]
+                ):
+                    text = (
+                        f"block {block} was block {wanted} of request {name} up to {earlier.left},"
+                        f" and belongs to request {owner} from step {stay.got[block]} on:"
+                        f" a save of {name} read it after that"
+                    )
+                    yield Story(name, text, "save")
 
 
 def _held(req: str, pos: int, stay: Stay, block: int) -> str:
@@ -144,16 +208,21 @@ def _outdated(req: str, mine: list[Stay], held: int, wanted: int) -> Iterator[st
             )
 
 
-EXCERPT = 18
+EXCERPT = 12
 """The number of events up to the violation that an excerpt shows.
 
-Events about the origin of wrong bytes come on top, at most half as many. If requests were left over
-at the end, it is the number of events of their lives, and half as many before the end come on top.
+If requests were left over at the end, it is the number of events of their lives, and half as many
+before the end come on top.
 """
+ORIGIN = 8
+"""The number of events about the origin of wrong bytes that come on top."""
+AFTER = 2
+"""The number of events of the same step after the violation."""
 
 SHOWN = {
     "step.scheduled",
     "req.scheduled",
+    "req.interrupted",
     "lookup",
     "alloc",
     "req.state",
@@ -181,36 +250,73 @@ SHOWN = {
 LIFE = {"request.new", "lookup", "alloc", "req.state", "req.finished", "hold", "release"}
 """Kinds of events in the life of a request, without its single steps."""
 
+STEP = ("new", "cached", "resumed", "preempted", "finished")
+"""The fields of step.scheduled that name requests."""
+
 LEAST = 3
 """Events per request that was left over; if they do not all fit, the first requests are shown."""
+
+
+def is_noise(event: Event) -> bool:
+    """Return whether an event says nothing to a reader, unless it is the violation itself.
+
+    These are expectations that hold, and all but the last event of a reset.
+    """
+    kind = event["kind"]
+    if kind == "case.expectation":
+        return bool(event["holds"])
+    if kind == "profile.expectation":
+        return bool(event["reloadable"] >= event["promised"])
+    if kind == "cache.reset":
+        refused = event["phase"] == "returned" and event["returned"] is False
+        return event["phase"] != "done" and not refused
+    return False
 
 
 def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
     """Return the events that led to the violation at `seq`, and a few after it, in order.
 
     These concern its request `req`, the steps, or what its worker did. For wrong bytes of another
-    place, the admissions, preemptions, resumptions and saves of the request there are added. For
-    something left over at the end, the lives of the requests that it belongs to are added.
+    place, the admissions, preemptions, resumptions, saves and the steps of these saves of the
+    request there are added. For something left over at the end, the lives of the requests that it
+    belongs to are added.
     """
     event = next(e for e in trace if e["seq"] == seq)
     left = _left_over(trace, event) if event["kind"] == "run.end" else []
     mine = {req} if req is not None else set(left)
-    chosen = [
-        e
-        for e in trace
-        if e["seq"] == seq
-        or e["kind"] in SHOWN
-        and (not mine or _about(e, mine))
-        or e["kind"] == "hook.returned"
-        and e["error"] is not None
-    ]
+    chosen = [e for e in trace if e["seq"] == seq or _shown(e, event, mine)]
     last = EXCERPT // 2 if left else EXCERPT
     before = [e for e in chosen if e["seq"] <= seq][-last:]
     there = {e["seq"] for e in before}
     origin = [e for e in _of_origin(trace, event) if e["seq"] < seq and e["seq"] not in there]
     lives = [e for e in _lives(trace, left, seq) if e["seq"] not in there]
-    story = sorted(lives + origin[-EXCERPT // 2 :] + before, key=lambda e: e["seq"])
-    return story + [e for e in chosen if e["seq"] > seq][:3]
+    story = sorted(lives + origin[-ORIGIN:] + before, key=lambda e: e["seq"])
+    later = [
+        e
+        for e in chosen
+        if e["seq"] > seq
+        and e["step"] == event["step"]
+        and not e["kind"] == event["kind"] == "kv.wrong"
+    ]
+    return story + later[:AFTER]
+
+
+def _shown(e: Event, violation: Event, mine: set[str]) -> bool:
+    """Return whether an excerpt about the requests `mine` may show an event."""
+    kind = e["kind"]
+    if kind == "hook.returned":
+        return e["error"] is not None
+    if kind not in SHOWN or is_noise(e) or (mine and not _about(e, mine)):
+        return False
+    if kind == "engine.lifecycle" and e["op"] == "start":
+        return bool(e.get("error"))
+    if kind == "step.scheduled" and mine and violation["kind"] != "run.end":
+        return any(not mine.isdisjoint(e.get(name) or ()) for name in STEP)
+    if kind == "req.state" and e.get("from") == "WAITING" and e["to"] == "RUNNING":
+        return False  # its step says so
+    if kind == "kv.wrong" == violation["kind"]:
+        return bool(e.get("layer") == violation.get("layer"))  # others repeat it layer by layer
+    return True
 
 
 def _about(event: Event, mine: set[str]) -> bool:
@@ -270,7 +376,8 @@ def _of_origin(trace: list[Event], event: Event) -> list[Event]:
     """Return the events about where the wrong bytes of `event` come from.
 
     These are the admissions, preemptions and resumptions of the request that the bytes were
-    computed for, and of the one that `tell` names, and the saves of both around the position.
+    computed for, and of the one that `tell` names, the saves of both around the position, and the
+    steps in which these saves were made, or the position was computed.
     """
     place = source(event)
     if place is None:
@@ -279,17 +386,24 @@ def _of_origin(trace: list[Event], event: Event) -> list[Event]:
     reqs = [req]
     story = tell(trace, event)
     if story is not None:
-        reqs.append(story[0])
+        reqs.append(story.req)
     first = min(pos, event["pos"])
     last = max(pos, event["pos"])
+
+    def saves(e: Event) -> bool:
+        around = e["kind"] == "plan" and e["start"] <= last and first < e["end"]
+        return around and e["op"] == "save" and e["req"] in reqs
+
+    saved = {(e["req"], e["step"]) for e in trace if saves(e)}
 
     def concerns(e: Event) -> bool:
         if e["kind"] == "req.state":
             return "PREEMPTED" in (e["from"], e["to"])
         if e["kind"] == "req.scheduled":
-            return e["listed_as"] in ("new", "resumed")
-        if e["kind"] == "plan":
-            return e["op"] == "save" and e["start"] <= last and first < e["end"]
-        return False
+            computes = e.get("computed", 0) <= pos < e.get("computed", 0) + e.get("scheduled", 0)
+            return (
+                e["listed_as"] in ("new", "resumed") or computes or (e["req"], e["step"]) in saved
+            )
+        return saves(e)
 
     return [e for e in trace if e.get("req") in reqs and concerns(e)]

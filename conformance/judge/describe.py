@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from kvconform.contract.events import altered_in_entry
 from kvconform.contract.trace import Event
 from kvconform.errors import Place
+from kvconform.words import many
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -78,9 +79,9 @@ def _changed(e: Event) -> str:
 def _due(e: Event) -> str:
     if e["missing"]:
         return (
-            f"of the {e['granted']} tokens granted to {e['req']} from position {e['local']},"
-            f" {_positions(e['missing'])} never written and no failure was reported"
-            + "".join(f"; {lack}" for lack in _lacking(e))
+            f"of the {many(e['granted'], 'token')} granted to {e['req']}"
+            f" from position {e['local']}, {_positions(e['missing'])} never written"
+            " and no failure was reported" + "".join(f"; {lack}" for lack in _lacking(e))
         )
     if e["wrong"] and e.get("early_reads"):
         return (
@@ -124,10 +125,10 @@ def _lookup(e: Event) -> str:
     if tokens is None:
         answer = "None"
     elif whole:
-        answer = f"{tokens} tokens"
+        answer = many(tokens, "token")
     else:
         answer = f"{tokens!r}, a {type(tokens).__name__}"
-    text = f"asked for {e['req']} ({e['known']} tokens, {local} of them local),"
+    text = f"asked for {e['req']} ({many(e['known'], 'token')}, {local} of them local),"
     text += f" the connector answered {answer}"
     if tokens is not None and e["is_async"]:
         text += " (asynchronous)"
@@ -158,9 +159,12 @@ def _hook(e: Event) -> str:
 
 def _stall(e: Event) -> str:
     """Say how long the harness waited, and which setting changes that."""
-    threads = f", though {e['threads']} threads of the connector were alive" if e["threads"] else ""
+    threads = ""
+    if e["threads"]:
+        threads = f", though {many(e['threads'], 'thread')} of the connector still ran"
     return (
-        f"no progress in {e['steps']} steps and {e['limit']:g} s (setting stall_seconds){threads};"
+        f"no progress in {many(e['steps'], 'step')} and {e['limit']:g} s"
+        f" (setting stall_seconds){threads};"
         f" waiting: {', '.join(e['waiting_on']) or 'no request'}"
     )
 
@@ -173,7 +177,7 @@ def _promise(e: Event) -> str:
         again = f"after a restart, {again}: some of"
     else:
         again += ":"
-    return f"{again} {e['promised']} tokens should have come back, {e['reloadable']} did"
+    return f"{again} {many(e['promised'], 'token')} should have come back, {e['reloadable']} did"
 
 
 def _grown(e: Event) -> str:
@@ -189,8 +193,8 @@ def _alloc(e: Event) -> str:
     else:
         blocks = "; ".join(f"{table[2]} of KV cache group {n}" for n, table in enumerate(tables))
     return (
-        f"{e['req']} was granted {e['external']} external tokens after {e['local']} local ones,"
-        f" in blocks {blocks}"
+        f"{e['req']} was granted {many(e['external'], 'external token')}"
+        f" after {e['local']} local ones, in blocks {blocks}"
     )
 
 
@@ -216,7 +220,7 @@ def _end(e: Event) -> str:
             f"Request objects of {', '.join(e['request_objects_alive'])} are still referenced"
         )
     if e["threads"]:
-        parts.append(f"{e['threads']} threads are still running after the shutdown")
+        parts.append(f"after the shutdown, {many(e['threads'], 'thread')} went on")
     return "at the end of the run " + ("; ".join(parts) or "nothing was left over")
 
 
@@ -233,9 +237,15 @@ def _reported(e: Event) -> str:
 
 
 def _failed(e: Event) -> str:
+    one = len(e["blocks"]) == 1
+    verb = "was" if one else "were"
+    text = f"block{'' if one else 's'} {spans(e['blocks'])} {verb} reported as failed"
+    if not e["outside_grant"]:
+        return f"{text}; all of them belong to loads"
+    one = len(e["outside_grant"]) == 1
     return (
-        f"blocks {spans(e['blocks'])} were reported as failed, of which"
-        f" {spans(e['outside_grant']) or 'none'} were in no load"
+        f"{text}; block{'' if one else 's'} {spans(e['outside_grant'])}"
+        f" belong{'s' if one else ''} to no load"
     )
 
 
@@ -258,14 +268,14 @@ def _bound(e: Event) -> str:
 def _plan(e: Event) -> str:
     return (
         f"the connector plans to {e['op']} positions {e['start']}-{e['end'] - 1} of {e['req']}"
-        f" ({e['timing'].replace('_', ' ')}) with {e['computed']} tokens computed,"
+        f" ({e['timing'].replace('_', ' ')}) with {many(e['computed'], 'token')} computed,"
         f" {e['scheduled']} scheduled, {e['placeholders']} placeholders and {e['known']} known"
     )
 
 
 def _events_lookup(e: Event) -> str:
     text = (
-        f"{e['req']} got {e['got']} tokens ({e['local']} of them local),"
+        f"{e['req']} got {many(e['got'], 'token')} ({e['local']} of them local),"
         f" {e['announced']} were announced by KV events"
     )
     if e["missing"]:
@@ -319,7 +329,7 @@ def _pair_lookup(e: Event) -> str:
     source = f", handed over by {e['of']}" if e["of"] else ""
     if e["stale"]:
         source += f" (a reference that is {e['stale']})"
-    answer = f"the connector answered {e['tokens']} tokens after {e['local']} local ones"
+    answer = f"the connector answered {many(e['tokens'], 'token')} after {e['local']} local ones"
     return f"engine {e['on']} ({e['role']}) asked for {e['req']}{source}: {answer}"
 
 
@@ -362,14 +372,14 @@ def _joined(e: Event) -> str:
 
 
 def _tokens(e: Event) -> str:
-    where = f"request {e['req']} (phase {e['phase']}, prompt of {e['prompt']} tokens)"
+    where = f"request {e['req']} (phase {e['phase']}, prompt of {many(e['prompt'], 'token')})"
     if e["same"]:
         return (
             f"{where}: the log probability of token {e['drift_at']} of the answer, the same token"
             f" as without the connector, is off by {e['drift']:.3g}"
         )
     if e["token"] is None:
-        return f"{where} got {e['count']} tokens, without the connector {e['plain']}"
+        return f"{where} got {many(e['count'], 'token')}, without the connector {e['plain']}"
     return (
         f"{where}: token {e['at']} of the answer is {e['token']}, without the connector"
         f" {e['instead']} (its second choice there was less likely by a factor of"
@@ -384,7 +394,7 @@ def _live_load(e: Event) -> str:
         if e[name]
     ]
     return (
-        f"of {e['blocks']} blocks loaded for {e['req']} ({e['granted']} tokens)"
+        f"of {many(e['blocks'], 'block')} loaded for {e['req']} ({many(e['granted'], 'token')})"
         f" {', '.join(bad) or 'none is wrong'}"
     )
 
@@ -456,7 +466,7 @@ def _engine_id(e: Event) -> str:
 
 
 def _offered(e: Event) -> str:
-    text = f"the state of {e['req']} after {e['tokens']} tokens is offered"
+    text = f"the state of {e['req']} after {many(e['tokens'], 'token')} is offered"
     text += f" in block {e['block']} of group {e['group']}"
     if not e["in_table"]:
         text += ", which is not in its table"
@@ -538,6 +548,51 @@ def describe(event: Event) -> str | None:
     """Return a sentence about an event, or None if its kind needs no explanation."""
     text = _TEXT.get(event["kind"])
     return text(event) if text is not None else None
+
+
+_FOUND = {
+    "poison": "memory that had been wiped",
+    "torn": "KV that is half old and half new",
+    "other_request": "KV of another request",
+    "other_position": "KV of other positions",
+    "other_layer": "KV of another layer",
+    "other_group": "KV of another KV cache group",
+    "other_identity": "KV of another identity (salt, adapter, image)",
+    "stale_generation": "KV of an earlier request of the same id",
+    "rejected_draft": "KV of rejected drafts",
+    "past_end": "KV of positions past the end of the request",
+    "never_computed": "KV that was never computed",
+    "not_yet_loaded": "memory that the load had not filled yet",
+    "kv_swapped": "K in the place of V",
+    "head_swapped": "KV of another head",
+    "unknown": "bytes that nothing has computed",
+}
+_READ = {
+    "external": "loaded",
+    "local": "the local prefix cache holds",
+    "own": "the request's own blocks hold",
+}
+_BY_TABLE = {
+    "save": "a save read blocks that the request had no more, and stored",
+    "load": "a load wrote by the block table from before a preemption, which left",
+}
+
+
+def headline(event: Event, requirement: str, side: str | None) -> str | None:
+    """Return in a few words what broke a requirement; None where the sentence is short enough.
+
+    `side`: where wrong bytes went wrong, if it is known (kvconform.judge.backtrace).
+    """
+    if event["kind"] == "kv.wrong":
+        what = _FOUND.get(event["found"], event["found"].replace("_", " "))
+        if side is not None:
+            return f"{_BY_TABLE[side]} {what}"
+        if requirement.startswith("save."):
+            return f"stored {what}"
+        return f"{_READ[event['via']]} {what}"
+    if event["kind"] == "hook.returned" and event["error"] is not None:
+        return f"{event['hook']} raised {event['error']}"
+    return None
 
 
 def _answer(e: Event) -> str:

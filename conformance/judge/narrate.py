@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from kvconform.contract.requirement import Requirement
 from kvconform.contract.trace import Event
 from kvconform.judge.backtrace import excerpt, tell
-from kvconform.judge.describe import cause, describe, hook_of, place
+from kvconform.judge.circumstances import absent
+from kvconform.judge.describe import cause, describe, headline, hook_of, place
 from kvconform.judge.records import Row, Verdict
 
 
@@ -31,11 +32,14 @@ def narrate(
         row.cause = cause(event)
         row.place = place(event)
         row.hook = hook_of(event)
+        row.absent = absent(trace, row.event)
         parts: list[str | None] = []
         if relate is None or event["kind"] == relate.event:
             sentence = describe(event)
             story = tell(list(trace), event) if sentence is not None else None
-            parts = [sentence, story[1] if story is not None else None]
+            parts = [sentence, story.text if story is not None else None]
+            row.side = story.side if story is not None else None
+            row.headline = headline(event, row.requirement, row.side)
         if row.message != row.check:
             parts.append(row.message)
         if any(parts):

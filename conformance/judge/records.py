@@ -96,6 +96,17 @@ class Row:
     place: Annotated[
         Place | None, Field(description="the connector's line that raised, if one did")
     ] = None
+    headline: Annotated[
+        str | None, Field(description="what was found, in a few words without particulars")
+    ] = None
+    side: Annotated[
+        Literal["load", "save"] | None,
+        Field(description="where wrong bytes went wrong, if block tables tell"),
+    ] = None
+    absent: Annotated[
+        tuple[str, ...],
+        Field(description="situations that had not come up before the failure"),
+    ] = ()
     evidence: Annotated[
         str | None, Field(description="`file: symbol` of vLLM that the requirement rests on")
     ] = None

@@ -89,6 +89,9 @@ class Observer:
         probe.on("get_block_ids_with_load_errors", after=self._errors)
         self.metadata.watch_worker(probe)
         probe.on("reset_cache", before=self._resetting, after=self._reset)
+        for hook in ("get_num_new_matched_tokens", "update_state_after_alloc"):
+            probe.on(hook, after=self._interrupted)
+        probe.on("build_connector_meta", after=self._interrupted)
 
     @property
     def _loads(self) -> Loads:
@@ -167,6 +170,32 @@ class Observer:
         failed = any(claim[:2] == key for claim in self._failed_claims)
         size = self._loads.shape.block_size
         return failed and starved(self.view.scheduler, request, end, size)
+
+    def _interrupted(self, call: Call) -> None:
+        """Emit the counters of the requests that a hook was about when it raised."""
+        if call.error is None:
+            return
+        scheduled: Mapping[str, int] = {}
+        if call.hook == "build_connector_meta":
+            scheduled = call.arg(0, "scheduler_output").num_scheduled_tokens
+            known = self.view.scheduler.requests
+            requests = [known[name] for name in scheduled if name in known]
+        else:
+            requests = [call.arg(0, "request")]
+        tables = self.view.tables()
+        for request in requests:
+            name = request.request_id
+            self.trace.emit(
+                "req.interrupted",
+                req=name,
+                generation=self.view.generation(name),
+                hook=call.hook,
+                computed=request.num_computed_tokens,
+                scheduled=scheduled.get(name),
+                placeholders=request.num_output_placeholders,
+                known=request.num_tokens,
+                table=tables.get(name, [[]])[0],
+            )
 
     # -- grants
     def _alloc(self, call: Call) -> None:

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
 import shlex
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from kvconform.config.settings import Settings
 from kvconform.contract.situation import situations
+from kvconform.judge.circumstances import possible
 from kvconform.judge.records import Row
 from kvconform.report.collector import Collector
+from kvconform.report.stage import Stage, stage
 
 SHOWN = 4
 """Number of causes of one requirement that are shown separately. Further causes join the last."""
@@ -19,21 +24,6 @@ PROCESS_RULE = "A connector MUST NOT end the process that it runs in."
 
 NO_VLLM = "the contract allows and vLLM does not bring about"
 """Words for the runs of a risk."""
-
-
-def rank(requirement: str) -> int:
-    """Return the rank of a requirement; a failure of a lower rank can explain one of a higher rank.
-
-    A copy in the wrong order (0) explains wrong bytes (1). Wrong bytes explain wrong announcements
-    (2) and wrong tokens (3).
-    """
-    if requirement.startswith("streams."):
-        return 0
-    if requirement.startswith("events."):
-        return 2
-    if requirement == "compose.null-effect":
-        return 3
-    return 1
 
 
 _Cause = tuple[str, bool, tuple[str, ...]]
@@ -45,7 +35,8 @@ def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
 
     The first row of a group says what kind of failure it is. A risk whose cause also fails where it
     counts joins that group, behind the rows that count. The requirements are ordered as
-    `_earlier_first` has it; the causes of one requirement by first appearance.
+    `_earlier_first` has it, causes before what they may explain (kvconform.report.stage); the
+    causes of one requirement by first appearance.
     """
     groups: dict[_Cause, list[Row]] = {}
     home: dict[_Cause, list[Row]] = {}
@@ -76,7 +67,7 @@ def other_runs(group: Sequence[Row]) -> tuple[list[str], list[str]]:
 
 
 def _earlier_first(requirements: Iterable[str], rows: Sequence[Row]) -> list[str]:
-    """Return the requirements by rank; within a rank, a requirement precedes those it preceded.
+    """Return the requirements by stage; within a stage, a requirement precedes those it preceded.
 
     Requirement A precedes B if A failed earlier than B in a run in which both failed. Otherwise the
     given order is kept.
@@ -92,15 +83,26 @@ def _earlier_first(requirements: Iterable[str], rows: Sequence[Row]) -> list[str
         common = min(first.keys() & second.keys(), default=None)
         return common is not None and first[common] < second[common]
 
+    stages: dict[str, Stage] = {}
+    for row in rows:
+        stages.setdefault(row.requirement, stage(row))
     order: list[str] = []
     for name in requirements:
         preceded = (
             index
             for index, other in enumerate(order)
-            if rank(other) == rank(name) and earlier(name, other)
+            if stages[other] == stages[name] and earlier(name, other)
         )
         order.insert(next(preceded, len(order)), name)
-    return sorted(order, key=rank)
+    return sorted(order, key=stages.__getitem__)
+
+
+def usual_causes(row: Row, wrong: str) -> str:
+    """Return those of a requirement's usual causes (`wrong`) that the failure leaves possible.
+
+    There are none if what was found names the mistake.
+    """
+    return "" if row.side is not None else possible(wrong, row.absent)
 
 
 def beyond(row: Row) -> list[str]:
@@ -122,24 +124,50 @@ nox sets it, because it runs kvconform in an environment of its own.
 
 def reproduction(collector: Collector, row: Row) -> str:
     """Return the command that runs the row's run again."""
+    return shlex.join(reproduction_words(collector, row))
+
+
+def reproduction_words(collector: Collector, row: Row) -> list[str]:
+    """Return the words of the command that runs the row's run again."""
     alike = collector.spec.cases[row.case].variants(
         [row.engine], [row.scheduling], [row.slow] if row.slow else None
     )
     return command(collector.settings, row, alone=len(alike) == 1 and row.slow is None)
 
 
-def command(settings: Settings, row: Row, *, alone: bool) -> str:
-    """Return the `kvconform run` command (or the command in THROUGH) for the row's run.
+def command(settings: Settings, row: Row, *, alone: bool) -> list[str]:
+    """Return the words of the `kvconform run` command (or of that in THROUGH) for the row's run.
 
     `alone`: the case has only one run with this engine and scheduling, so the case's id selects it.
     """
     parts = run_of(settings)
+    if str(Path.cwd()) not in settings.pythonpath and lies_here(settings.connector):
+        parts += ["--pythonpath", "."]
     if alone:
         parts += ["-k", row.case, "--engine", row.engine, "--scheduling", row.scheduling]
     else:
         parts += ["-k", row.run]
     parts += ["--seed", str(settings.seed), *settings.arguments]
-    return shlex.join(parts)
+    return parts
+
+
+def lies_here(connector: str) -> bool:
+    """Return whether a connector is found only because its package is in the working directory.
+
+    `python -m kvconform` looks there, and the command `kvconform` does not.
+    """
+    package, colon, _ = connector.partition(":")
+    here = Path.cwd().resolve()
+    if not colon or str(here) in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        return False
+    top = here / package.partition(".")[0]
+    if not (top.is_dir() or top.with_suffix(".py").is_file()):
+        return False
+    found = importlib.machinery.PathFinder.find_spec(top.name, [str(here)])
+    elsewhere = [path for path in sys.path if path and Path(path).resolve() != here]
+    return (
+        found is not None and importlib.machinery.PathFinder.find_spec(top.name, elsewhere) is None
+    )
 
 
 def run_of(settings: Settings) -> list[str]:

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text of `kvconform explain ID`: what is known about a requirement, case, scenario or defect."""
+"""Text of `kvconform explain ID`: what is known about a requirement, case, defect, rule or bug."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping
+from importlib import resources
 from typing import Any
 
+from kvconform.contract import yaml12
 from kvconform.contract.case import Case
 from kvconform.contract.events import EVENTS
 from kvconform.contract.loader import Spec
-from kvconform.contract.references import key
+from kvconform.contract.references import Bug, key
 from kvconform.contract.requirement import Match, Requirement
 from kvconform.contract.scenario import Scenario
 from kvconform.contract.situation import situations
@@ -20,7 +23,7 @@ WIDTH = 100
 
 
 def explain(spec: Spec, name: str, exercised_by: Mapping[str, Iterable[str]] | None = None) -> str:
-    """Return the text about the requirement, case, scenario or defect `name`.
+    """Return the text about the requirement, case, scenario, defect, rule or bug `name`.
 
     `exercised_by`: case ids per requirement, known from a run. Raises UsageError for an unknown id.
     """
@@ -34,10 +37,72 @@ def explain(spec: Spec, name: str, exercised_by: Mapping[str, Iterable[str]] | N
         texts.append(scenario(spec, spec.scenarios[name]))
     if name in spec.defects:
         texts.append(defect(spec, spec.defects[name]))
+    if name in spec.rules:
+        texts.append(rule(spec, name))
+    bugs = _bugs() if re.fullmatch(r"B\d{3}", name) else {}
+    if name in bugs:
+        texts.append(bug(spec, bugs[name]))
     if texts:
         return "\n".join(texts)
-    known = [*spec.requirements, *spec.cases, *spec.scenarios, *spec.defects]
-    raise UsageError(f"there is no requirement, case or defect {name!r}{did_you_mean(name, known)}")
+    known = [*spec.requirements, *spec.cases, *spec.scenarios, *spec.defects, *spec.rules, *bugs]
+    close = did_you_mean(name, known)
+    raise UsageError(f"there is no requirement, case, defect, rule or bug {name!r}{close}")
+
+
+def rule(spec: Spec, number: str) -> str:
+    """Return the text about one rule of the contract."""
+    found = spec.rules[number]
+    until = f", until vLLM {found.until}" if found.until else ""
+    parts = [f"{number} (rule; {found.who}{until})", "", _wrap(found.title)]
+    waiver = spec.rule_waivers.get(number)
+    if waiver is not None:
+        parts += ["", f"Not covered: {waiver.because}", _wrap(waiver.reason)]
+    return "\n".join([*parts, *_named_by(spec, "rules", number)]) + "\n"
+
+
+def bug(spec: Spec, found: Bug) -> str:
+    """Return the text about one real bug."""
+    parts = [f"{found.bug} (bug; {found.where})", "", _wrap(found.what)]
+    if found.cause:
+        parts += ["", "Cause", _wrap(found.cause)]
+    waiver = spec.bug_waivers.get(found.bug)
+    if waiver is not None:
+        parts += ["", f"Not covered: {waiver.because}", _wrap(waiver.reason)]
+    parts += _named_by(spec, "bugs", found.bug)
+    parts += ["", "Threads", *(f"  {address}" for _, address in found.links())]
+    return "\n".join(parts) + "\n"
+
+
+def _bugs() -> dict[str, Bug]:
+    """Return the real bugs by number."""
+    text = (resources.files("kvconform") / "spec" / "bugs.yaml").read_text(encoding="utf-8")
+    return {raw["bug"]: Bug.model_validate(raw) for raw in yaml12.parse(text, "spec/bugs.yaml")}
+
+
+def _named_by(spec: Spec, field: str, number: str) -> list[str]:
+    """Return the lines about requirements, cases and defects whose `field` has a number."""
+    lines: list[str] = []
+    named = {
+        "Requirements": [
+            f"  {req.id} ({req.level}): {_one_line(req.text)}"
+            for req in spec.requirements.values()
+            if number in getattr(req, field)
+        ],
+        "Cases": [
+            f"  {case.id}: {_one_line(case.text)}"
+            for case in spec.cases.values()
+            if number in getattr(case, field)
+        ],
+        "Planted defects": [
+            f"  {each['id']}: {_one_line(each.get('text', ''))}"
+            for each in spec.defects.values()
+            if number in each.get(field, ())
+        ],
+    }
+    for title, found in named.items():
+        if found:
+            lines += ["", title, *found]
+    return lines
 
 
 def scenario(spec: Spec, found: Scenario) -> str:

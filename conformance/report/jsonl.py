@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file report.jsonl: written line by line while a run goes on, and read back."""
+"""The file report.jsonl: written line by line while a run goes on, and read back.
+
+Verdicts without findings share one line per run (kvconform.report.compact), unless the settings ask
+for a `full` report.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -25,6 +29,7 @@ from kvconform.errors import UsageError
 from kvconform.judge.aggregate import EXERCISED, called, unasked
 from kvconform.judge.records import LINE, CaseReport, Overall, Row, Verdict
 from kvconform.report.collector import Collector
+from kvconform.report.compact import Judged, RunLine, line_for, rows_of
 
 NAME = "report.jsonl"
 NOT_JUDGED_BY = {
@@ -32,6 +37,8 @@ NOT_JUDGED_BY = {
     "report_dir",
     "trace",
     "debug",
+    "verbose",
+    "full",
     "setup",
     "teardown",
     "setup_timeout",
@@ -82,6 +89,10 @@ class HeaderLine(Part):
     )
     cases: int | None = None
     requirements: int | None = None
+    judged: list[Judged] = Field(
+        default=[],
+        description="id, kind and level of each requirement; lines of type run name positions",
+    )
     warnings: list[str] = []
     extra: dict[str, Any] = {}
 
@@ -95,7 +106,9 @@ class FooterLine(Part):
     seconds: float | None = None
 
 
-ReportLine = Annotated[HeaderLine | Row | CaseReport | FooterLine, Field(discriminator="type")]
+ReportLine = Annotated[
+    HeaderLine | RunLine | Row | CaseReport | FooterLine, Field(discriminator="type")
+]
 
 
 class Stream:
@@ -164,12 +177,19 @@ def header_of(collector: Collector, warnings: list[str]) -> HeaderLine:
         capability_doubts=collector.doubts,
         cases=len(selection.order()),
         requirements=len(selection.shown),
+        judged=[] if settings.full else judged_of(collector),
         warnings=list(dict.fromkeys([*warnings, *not_asked])),
         extra=extra,
     )
 
 
-def line_of(part: HeaderLine | CaseReport | FooterLine | Row) -> str:
+def judged_of(collector: Collector) -> list[Judged]:
+    """Return id, kind and level of each requirement whose rows are wanted."""
+    known = collector.spec.requirements
+    return [(name, known[name].kind, known[name].level) for name in collector.selection.shown]
+
+
+def line_of(part: HeaderLine | CaseReport | FooterLine | RunLine | Row) -> str:
     """Return one line of the report; keys whose value is None or empty are left out."""
     if isinstance(part, Row):
         data = {"type": part.type, **part.to_dict()}
@@ -184,9 +204,17 @@ def line_of(part: HeaderLine | CaseReport | FooterLine | Row) -> str:
     return json.dumps(data, ensure_ascii=False)
 
 
-def lines_of(report: CaseReport, rows: Iterable[Row] | None = None) -> list[str]:
-    """Return the lines about a run: its rows (or `rows`), then the rest of the report, if any."""
-    lines = [line_of(row) for row in (report.rows if rows is None else rows)]
+def lines_of(
+    report: CaseReport, rows: Iterable[Row] | None = None, judged: Sequence[Judged] = ()
+) -> list[str]:
+    """Return the lines about a run: of its rows (or `rows`), then of the rest, if there is any.
+
+    With the `judged` of the header, rows without findings share a line.
+    """
+    given = list(report.rows if rows is None else rows)
+    line, rest = line_for(given, judged)
+    lines = [] if line is None else [line_of(line)]
+    lines += [line_of(row) for row in rest]
     return [*lines, line_of(report)] if report.says_something else lines
 
 
@@ -201,7 +229,7 @@ def rewrite(
     by_variant = {report.variant: report for report in reports}
     lines = [line_of(header)]
     for variant, group in itertools.groupby(rows, attrgetter("run")):
-        lines += lines_of(by_variant.pop(variant), group)
+        lines += lines_of(by_variant.pop(variant), group, header.judged)
     for report in by_variant.values():
         lines += lines_of(report, ())
     lines.append(line_of(footer))
@@ -214,7 +242,7 @@ def rewrite(
 
 Key = tuple[str, str]
 """A requirement and a run."""
-_LINES: TypeAdapter[HeaderLine | Row | CaseReport | FooterLine] = TypeAdapter(
+_LINES: TypeAdapter[HeaderLine | RunLine | Row | CaseReport | FooterLine] = TypeAdapter(
     ReportLine, config=ConfigDict(defer_build=True)
 )
 
@@ -327,7 +355,7 @@ def read(place: str | Path) -> Report:
     return found
 
 
-def _take(report: Report, part: Row | CaseReport | FooterLine) -> None:
+def _take(report: Report, part: RunLine | Row | CaseReport | FooterLine) -> None:
     """Add a line to the report.
 
     Raises UsageError for a second verdict of a requirement on the same run.
@@ -336,6 +364,15 @@ def _take(report: Report, part: Row | CaseReport | FooterLine) -> None:
         report.footer = part
     elif isinstance(part, CaseReport):
         report.cases[part.variant] = part
+    elif isinstance(part, RunLine):
+        try:
+            rows = list(rows_of(part, report.header.judged))
+        except IndexError:
+            raise UsageError(
+                f"{report.path} has a run line that its header does not fit; the file is damaged"
+            ) from None
+        for row in rows:
+            _take(report, row)
     else:
         key = (part.requirement, part.run)
         if key in report.rows:

@@ -34,10 +34,18 @@ from kvconform.report.summary import Summary
 JUNIT = "junit.xml"
 
 
-def merge(folders: Sequence[str], report_dir: str, console: Console) -> int:
+def merge(
+    folders: Sequence[str],
+    report_dir: str,
+    console: Console,
+    *,
+    verbose: bool = False,
+    full: bool = False,
+) -> int:
     """Write the merged report to `report_dir`, print it, and return the unsplit run's exit code.
 
-    Raises UsageError, and writes nothing, if the reports do not belong together.
+    `verbose` and `full` are those of `kvconform run`. Raises UsageError, and writes nothing, if the
+    reports do not belong together.
     """
     out = Path(report_dir)
     if any(out.resolve() == Path(folder).resolve() for folder in folders):
@@ -48,6 +56,8 @@ def merge(folders: Sequence[str], report_dir: str, console: Console) -> int:
     check(reports)
     spec = load_spec()
     collector, warnings = collect(reports, spec)
+    collector.settings.verbose = verbose
+    collector.settings.full = full
     rows, found = collector.finish(date.today(), complete=not collector.missing())
     code = collector.exit_code(found)
     seconds = [_seconds(_folder(report)) for report in reports]

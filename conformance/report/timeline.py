@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders a trace as text, in the columns `step  what  text`.
 
-Each informative event has a line; consecutive hook calls share one.
+Each informative event has a line; consecutive hook calls share one. `fit` wraps the lines to the
+width of what shows them.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from typing import Any
 
 from kvconform.contract.events import WRITES
 from kvconform.contract.trace import Event
+from kvconform.judge.backtrace import is_noise
+from kvconform.words import many
 
 WIDTH = 118
+"""Width of the lines where nothing else is known."""
+GAP = "      ..."
+"""Line in the place of events that are left out."""
 _WHAT = 11
 """Width of the column `what`."""
 _QUIET = {
@@ -30,7 +36,7 @@ _QUIET = {
 
 
 def render(events: Iterable[Event], mark: int | None = None) -> list[str]:
-    """Return the lines for a trace or an excerpt of one.
+    """Return the lines for a trace or an excerpt of one, each of any length.
 
     Events that are not informative are left out. The event whose `seq` is `mark` is always
     included, with a leading `>`.
@@ -53,7 +59,7 @@ def render(events: Iterable[Event], mark: int | None = None) -> list[str]:
             continue
         _flush(lines, hooks, place)
         found = _line(event["step"], *text)
-        lines += [">" + found[0][1:], *found[1:]] if marked else found
+        lines.append(">" + found[1:] if marked else found)
     _flush(lines, hooks, place)
     return lines
 
@@ -61,7 +67,7 @@ def render(events: Iterable[Event], mark: int | None = None) -> list[str]:
 def _flush(lines: list[str], hooks: list[str], place: tuple[int, str]) -> None:
     """Move the collected hooks to a line of their own; `place` is their step and half."""
     if hooks:
-        lines += _line(place[0], place[1], " ".join(_runs(hooks)))
+        lines.append(_line(place[0], place[1], " ".join(_runs(hooks))))
         hooks.clear()
 
 
@@ -86,23 +92,57 @@ def _runs(names: Sequence[str]) -> list[str]:
     return found
 
 
-def _line(step: int, what: str, text: str) -> list[str]:
-    """Return the line, wrapped within its last column."""
-    lines = textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=f"{step:>4}  {what:<{_WHAT}} ",
-        subsequent_indent=" " * (_WHAT + 7),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return lines or [f"{step:>4}  {what}"]
+def _line(step: int, what: str, text: str) -> str:
+    """Return the line of an event."""
+    return f"{step:>4}  {what:<{_WHAT}} {text}".rstrip()
+
+
+def fit(lines: Iterable[str], width: int = WIDTH) -> list[str]:
+    """Wrap lines within their last column. Words, such as the names of hooks, stay whole."""
+    return [
+        part
+        for line in lines
+        for part in textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=" " * (_WHAT + 7),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    ]
+
+
+def shorten(lines: Sequence[str], width: int, most: int) -> list[str]:
+    """Return lines of an excerpt that take at most `most` lines when they are wrapped, in order.
+
+    The violation is kept, and what is next to it and at the beginning, where the story begins; a
+    gap is marked.
+    """
+    sizes = [len(fit([line], width)) for line in lines]
+    if sum(sizes) <= most:
+        return list(lines)
+    mark = next((n for n, line in enumerate(lines) if line.startswith(">")), len(lines) - 1)
+    pairs = zip(range(mark - 1, -1, -1), range(mark), strict=True)
+    kept = {mark}
+    room = most - sizes[mark] - 1
+    for number in dict.fromkeys(n for pair in pairs for n in pair):
+        if sizes[number] > room:
+            break
+        room -= sizes[number]
+        kept.add(number)
+    shown: list[str] = []
+    for number, line in enumerate(lines[: mark + 1]):
+        if number in kept:
+            shown.append(line)
+        elif shown[-1:] != [GAP]:
+            shown.append(GAP)
+    return shown
 
 
 def about(event: Event) -> tuple[str, str] | None:
     """Return (what, text) of an event; None if it is not informative."""
     kind = event["kind"]
-    if kind in _QUIET:
+    if kind in _QUIET or is_noise(event):
         return None
     special = _SPECIAL.get(kind)
     if special is not None:
@@ -153,7 +193,7 @@ def _start(e: Event) -> tuple[str, str]:
 
 
 def _step(e: Event) -> tuple[str, str]:
-    parts = [f"{e['total']} tokens"]
+    parts = [many(e["total"], "token")]
     for name in ("new", "cached", "resumed", "preempted", "finished"):
         if e[name]:
             parts.append(f"{name}={','.join(e[name])}")
@@ -165,20 +205,32 @@ def _step(e: Event) -> tuple[str, str]:
 
 
 def _scheduled(e: Event) -> tuple[str, str]:
-    parts = [
-        f"{e['listed_as']:<8} computed={e['computed']} scheduled={e['scheduled']}",
-        f"placeholders={e['placeholders']} known={e['known']}",
-    ]
+    parts = [f"{e['listed_as']:<8} {_counters(e)}"]
     if e["drafts"]:
         parts.append(f"drafts={e['drafts']}")
     parts.append(f"blocks={ranges(e['table'])}")
     return f"  {e['req']}", " ".join(parts)
 
 
+def _interrupted(e: Event) -> tuple[str, str]:
+    blocks = f" blocks={ranges(e['table'])}" if e["table"] else ""
+    return f"  {e['req']}", f"as {e['hook']} saw it: {_counters(e)}{blocks}"
+
+
+def _counters(e: Event) -> str:
+    """Return the counters of a request; those that are nearly always zero only if they are not."""
+    parts = [f"computed={e['computed']}"]
+    if e.get("scheduled") is not None:
+        parts.append(f"scheduled={e['scheduled']}")
+    if e["placeholders"]:
+        parts.append(f"placeholders={e['placeholders']}")
+    return " ".join([*parts, f"known={e['known']}"])
+
+
 def _lookup(e: Event) -> tuple[str, str]:
     answer = "asks again later"
     if e["tokens"] is not None:
-        answer = f"{e['tokens']} tokens" + (", asynchronously" if e["is_async"] else "")
+        answer = many(e["tokens"], "token") + (", asynchronously" if e["is_async"] else "")
     return "lookup", f"{e['req']} local={e['local']} of known={e['known']} -> {answer}"
 
 
@@ -201,8 +253,7 @@ def _of(e: Event) -> str:
 
 def _state(e: Event) -> tuple[str, str]:
     change = f"{e['from'] or '-'} -> {e['to']} ({e['reason']})"
-    tokens = f"computed={e['computed']} placeholders={e['placeholders']} known={e['known']}"
-    return "state", f"{e['req']} {change} {tokens}"
+    return "state", f"{e['req']} {change} {_counters(e)}"
 
 
 def _wrong(e: Event) -> tuple[str, str]:
@@ -241,8 +292,7 @@ def _built(e: Event) -> tuple[str, str] | None:
 
 
 def _updated(e: Event) -> tuple[str, str]:
-    tokens = f"computed={e['computed']} placeholders={e['placeholders']} known={e['known']}"
-    return "  landed", f"{e['req']} step {e['of_step']}: {tokens} {e['status']}"
+    return "  landed", f"{e['req']} step {e['of_step']}: {_counters(e)} {e['status']}"
 
 
 def _lifecycle(e: Event) -> tuple[str, str]:
@@ -259,13 +309,13 @@ def _end(e: Event) -> tuple[str, str]:
     if e["unfinished"]:
         parts.append(f"unfinished {_listed(e['unfinished'])}")
     if missing > 0:
-        parts.append(f"{missing} blocks not free")
+        parts.append(f"{many(missing, 'block')} not free")
     if e["engine_requests"]:
         parts.append(f"requests still known to the engine: {_listed(e['engine_requests'])}")
     if e["request_objects_alive"]:
         parts.append(f"request objects still alive: {_listed(e['request_objects_alive'])}")
     if e["threads"] > 0:
-        parts.append(f"{e['threads']} threads more than at the start")
+        parts.append(f"{many(e['threads'], 'thread')} more than at the start")
     return "end", "of the run" if e["crashed"] or not parts else "; ".join(parts)
 
 
@@ -279,8 +329,9 @@ def _sample(e: Event) -> tuple[str, str]:
 
 
 def _finished(e: Event) -> tuple[str, str]:
-    delayed = " blocks kept until sent" if e["delayed"] else ""
-    return "finished", _fields(e, ("delayed",)) + delayed
+    delayed = ", blocks kept until sent" if e["delayed"] else ""
+    hook = f", {e['hook']} was called" if e["hook"] else ""
+    return "finished", f"{e['req']} {e['status']} {_counters(e)}{hook}{delayed}"
 
 
 def _crash(e: Event) -> tuple[str, str]:
@@ -288,13 +339,36 @@ def _crash(e: Event) -> tuple[str, str]:
 
 
 def _stall(e: Event) -> tuple[str, str]:
-    said = f"no progress in {e['steps']} steps and {e['limit']:g} s (stall_seconds)"
-    alive = f"; {e['threads']} threads of the connector are alive" if e["threads"] else ""
+    said = f"no progress in {many(e['steps'], 'step')} and {e['limit']:g} s (stall_seconds)"
+    alive = ""
+    if e["threads"]:
+        alive = f"; {many(e['threads'], 'thread')} of the connector still running"
     return "STALL", f"{said}{alive}; waiting: {_listed(e['waiting_on'])}"
 
 
 def _clock(e: Event) -> tuple[str, str]:
     return "clock", f"set forward by {e['seconds']:g} s ({e['why']})"
+
+
+def _reset(e: Event) -> tuple[str, str]:
+    if e["phase"] not in ("done", "returned"):
+        return "reset", f"{e['phase']} (connector={e['connector']})"
+    if e["phase"] == "returned":
+        return "reset", f"reset_cache of the connector returned {e['returned']}"
+    caches = "the prefix cache and the connector's" if e["connector"] else "the prefix cache"
+    refused = "" if e["returned"] else ": refused"
+    return "reset", f"{caches}{refused}"
+
+
+def _expected(e: Event) -> tuple[str, str]:
+    return "case", f"expects {e['what']}" + (f": {e['detail']}" if e["detail"] else "")
+
+
+def _promise(e: Event) -> tuple[str, str]:
+    when = ", resumed," if e["resumed"] else ""
+    again = " after a restart" if e["restarted"] else ""
+    tokens = f"{e['reloadable']} of {many(e['promised'], 'token')} can be loaded"
+    return "promise", f"{e['req']}{when} repeats {e['of']}{again}: {tokens}"
 
 
 def _damaged(e: Event) -> tuple[str, str]:
@@ -340,5 +414,9 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "transfer.reported": _reported,
     "plan": _plan,
     "api": _api,
+    "cache.reset": _reset,
+    "case.expectation": _expected,
+    "profile.expectation": _promise,
+    "req.interrupted": _interrupted,
 }
 """What describes an event, per kind of event; other kinds are described by their fields."""

@@ -8,6 +8,7 @@ reports.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import tempfile
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvconform.compat.installed import check_vllm
-from kvconform.config.catalogue import check_connector_name, lacking
+from kvconform.config.catalogue import check_connector_exists, check_connector_name, lacking
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
@@ -35,9 +36,9 @@ from kvconform.report import jsonl, statement, summary, terminal
 from kvconform.report.collector import Collector
 from kvconform.report.html import page
 from kvconform.report.jsonl import FooterLine, HeaderLine
-from kvconform.report.terminal import Progress
+from kvconform.report.progress import Progress
 from kvconform.session import crash
-from kvconform.session.worker import SPENT, START
+from kvconform.session.worker import RUNNER, SPENT, START
 
 STARTS = 3
 """The run is aborted at this number of worker deaths before any case, or of worker failures."""
@@ -61,6 +62,8 @@ class Controller:
         self.vllm, self.warnings = check_vllm()
         self.warnings += lacking(settings.catalogue)
         check_connector_name(settings.connector, settings.pythonpath)
+        if RUNNER not in os.environ:
+            check_connector_exists(settings.connector, settings.pythonpath)
         self.spec = spec_for(settings)
         selection = select(self.spec, settings, self.vllm)
         self.collector = Collector(self.spec, settings, selection, self.vllm)
@@ -245,7 +248,8 @@ class Controller:
         self._ran_something = True
         assert self._stream is not None
         found = self.collector.add(found)
-        self._stream.write(jsonl.lines_of(found))
+        judged = [] if self.settings.full else jsonl.judged_of(self.collector)
+        self._stream.write(jsonl.lines_of(found, judged=judged))
         self.progress.done(found.variant, found.rows)
 
     def header(self) -> HeaderLine:

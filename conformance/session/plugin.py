@@ -161,6 +161,7 @@ def _controller(config: pytest.Config) -> Any:
         "hook_timeout",
     )
     given = {name: config.getoption(f"kvconform_{name}") for name in names}
+    given["verbose"] = config.get_verbosity() > 0 or None
     try:
         extra = config.getoption("extra_config")
         given |= {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def test_a_run_is_repeated_by_the_same_name() -> None:
     row = Row(
         "save.owned", "chunked.abort", "vllm", "sync", "v1", 1, 4, Verdict.FAIL, slow="compute"
     )
-    assert command(settings, row, alone=False) == (
+    assert shlex.join(command(settings, row, alone=False)) == (
         "kvconform run catalogue:offloading -k "
         "'chunked.abort[vllm-sync-v1-d1-b4-slow-compute]' --seed 0"
     )

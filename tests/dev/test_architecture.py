@@ -138,7 +138,7 @@ def test_the_excerpt_fits_on_a_screen() -> None:
     assert len(lines) <= example.MOST
     assert lines[0].startswith("$ kvconform run")
     assert "NOT CONFORMANT" in lines
-    assert any(line.startswith("│ > ") for line in lines)
+    assert any(line.startswith("reproduce ") for line in lines)
 
 
 def test_the_report_holds_nothing_that_differs_from_run_to_run() -> None:

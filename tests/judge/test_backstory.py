@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvconform.judge.backtrace import EXCERPT, excerpt, source, tell
+from kvconform.judge.backtrace import EXCERPT, Story, excerpt, source, tell
 
 Event = dict[str, Any]
 
@@ -73,7 +73,8 @@ def test_the_origin_names_request_and_position() -> None:
 
 def test_a_save_by_a_table_to_which_a_resumption_was_appended() -> None:
     run = trace(*STORY, pos=12, origin=FIRST)
-    req, text = tell(run, run[-1]) or ("", "")
+    req, text, side = tell(run, run[-1]) or Story("", "")
+    assert side == "save"
     assert req == "a" and text.startswith(
         "block 4 held it from step 6 on, as block 0 of the table of request a; "
         "appended to the table from"
@@ -92,7 +93,8 @@ def test_a_save_by_the_table_from_before_the_preemption() -> None:
         pos=8,
         origin=FIRST,
     )
-    _, text = tell(run, run[-1]) or ("", "")
+    _, text, side = tell(run, run[-1]) or Story("", "")
+    assert side == "save"
     assert (
         "block 3 held it from step 6 on" in text
         and "it was block 2 of that table before the preemption in step 4" in text
@@ -107,7 +109,8 @@ def test_bytes_read_in_the_step_of_the_resumption_were_loaded_by_the_old_table()
         scheduled(99, "b", 5, 6, 2, 3, listed_as="resumed"),
     )
     run = trace(*mine, pos=8, origin=("b", 4))
-    req, text = tell(run, run[-1]) or ("", "")
+    req, text, side = tell(run, run[-1]) or Story("", "")
+    assert side == "load"
     assert req == "b" and text.startswith(
         "block 2 is block 2 of the request's table from step 99 on; it was block 1 of it before the"
     )
@@ -161,9 +164,52 @@ def test_the_excerpt_shows_preemption_resumption_and_save_of_the_origin() -> Non
     many.insert(10, scheduled(40, "a", 4, 5, 6, 7, 8, listed_as="resumed"))
     run = trace(*STORY, saved, elsewhere, *many, pos=12, origin=FIRST)
     shown = excerpt(run, run[-1]["seq"], "b")
-    assert shown[:4] == [*run[1:4], run[5]] and shown[-1] is run[-1] and len(shown) == 5 + EXCERPT
+    assert shown[:5] == run[1:6] and shown[-1] is run[-1] and len(shown) == 6 + EXCERPT
     assert [event["seq"] for event in shown] == sorted(event["seq"] for event in shown) and many[
         10
     ]["step"] in [e["step"] for e in shown]
     without = trace(*STORY, saved, *many, pos=12, origin=None)
     assert len(excerpt(without, without[-1]["seq"], "b")) == EXCERPT
+
+
+def test_kv_of_another_request_was_saved_from_a_block_that_had_changed_hands() -> None:
+    """The block was a's until its preemption; a's save by the old table read b's KV there."""
+    mine = (
+        scheduled(1, "a", 1, 2, listed_as="new"),
+        scheduled(1, "x", 8, listed_as="new"),
+        preempted(4, "a"),
+        scheduled(6, "x", 8, 2),
+    )
+    run = trace(*mine, pos=4, origin=("x", 5), found="other_request")
+    assert tell(run, run[-1]) is None, "not the same place of the block"
+    run = trace(*mine, pos=5, origin=("x", 5), found="other_request")
+    req, text, side = tell(run, run[-1]) or Story("", "")
+    assert (req, side) == ("a", "save")
+    assert text.startswith(
+        "block 2 was block 1 of request a up to its preemption in step 4,"
+        " and belongs to request x from step 6 on"
+    )
+    early = [{**event, "step": 2} if event.get("step") == 6 else event for event in run]
+    assert tell(early, early[-1]) is None, "both had the block at once"
+
+
+def test_a_block_changes_hands_when_its_request_ends() -> None:
+    run = trace(
+        scheduled(1, "a", 7, listed_as="new"),
+        {"kind": "req.finished", "step": 3, "req": "a"},
+        scheduled(3, "x", 7, listed_as="new"),
+        pos=0,
+        origin=("x", 0),
+        found="other_request",
+    )
+    story = tell(run, run[-1])
+    assert story is not None and story.req == "a" and "up to its end in step 3" in story.text
+
+
+def test_the_excerpt_shows_the_step_that_saved() -> None:
+    saving = {**scheduled(9, "a", 4, 5, 6, 7), "computed": 15, "scheduled": 1}
+    saved = {"kind": "plan", "step": 9, "op": "save", "req": "a", "start": 12, "end": 16}
+    later = {**scheduled(10, "a", 4, 5, 6, 7), "computed": 16, "scheduled": 1}
+    run = trace(*STORY[:3], saving, saved, later, pos=12, origin=FIRST)
+    shown = excerpt(run, run[-1]["seq"], "b")
+    assert run[4] in shown and run[5] in shown and run[6] not in shown

@@ -175,7 +175,7 @@ PLAN = {
             {**END, "unfinished": [], "free_blocks": 5, "request_objects_alive": []},
             ["nothing was left over"],
         ),
-        ({**END, "threads": 2}, ["2 threads are still running after the shutdown"]),
+        ({**END, "threads": 2}, ["after the shutdown, 2 threads went on"]),
         (HOOK, ["save_kv_layer for l0 raised OSError: full"]),
         ({**HOOK, "error": None, "layer": None, "value": "3"}, ["save_kv_layer returned 3"]),
         (
@@ -206,7 +206,7 @@ PLAN = {
             PLAN,
             [
                 "save positions 4-11 of b (before forward)",
-                "1 tokens computed, 2 scheduled, 3 placeholders and 9 known",
+                "1 token computed, 2 scheduled, 3 placeholders and 9 known",
             ],
         ),
         (
@@ -217,7 +217,7 @@ PLAN = {
             {**STALL, "waiting_on": []},
             ["60 steps and 2 s (setting stall_seconds)"],
         ),
-        ({**STALL, "threads": 3, "waiting_on": []}, ["3 threads of the connector were alive"]),
+        ({**STALL, "threads": 3, "waiting_on": []}, ["3 threads of the connector still ran"]),
         (
             {"kind": "hold", "req": "a", "direction": "recv", "cause": "async load"},
             ["holding a (recv) since async load"],
@@ -228,7 +228,7 @@ PLAN = {
         ),
         (
             {"kind": "transfer.failed", "blocks": [1, 2], "outside_grant": []},
-            ["blocks 1-2", "none were in no load"],
+            ["blocks 1-2", "all of them belong to loads"],
         ),
         (
             {"kind": "engine.lifecycle", "op": "shutdown", "error": "OSError"},

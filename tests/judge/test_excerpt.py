@@ -49,7 +49,7 @@ def timeline(case: str, connector: str, tmp: Path, engine: str) -> list[str]:
 def test_a_request_that_is_kept_alive_is_shown(tmp_path: Path, engine: str) -> None:
     lines = timeline("lifecycle.lookup-then-abort", LOOKUPS, tmp_path, engine)
     lives = [line.split()[1:3] for line in lines]
-    assert ["lookup", "b"] in lives and ["state", "b"] in lives and ["finished", "req=b"] in lives
+    assert ["lookup", "b"] in lives and ["state", "b"] in lives and ["finished", "b"] in lives
     assert not [line for line in lines if " c " in line or "req=c" in line], (
         "the request that ran last has nothing to do with it"
     )
@@ -60,9 +60,7 @@ def test_a_request_that_is_kept_alive_is_shown(tmp_path: Path, engine: str) -> N
 def test_the_request_whose_blocks_are_not_free_is_shown(tmp_path: Path, engine: str) -> None:
     lines = timeline("lifecycle.lookup-then-abort", f"{__name__}:PinsFirst", tmp_path, engine)
     lives = [line.split()[1:3] for line in lines]
-    assert (
-        ["alloc", "a"] in lives and ["finished", "req=a"] in lives and ["state", "b"] not in lives
-    )
+    assert ["alloc", "a"] in lives and ["finished", "a"] in lives and ["state", "b"] not in lives
     assert "blocks not free" in lines[-2]
 
 
@@ -157,3 +155,71 @@ def test_of_many_requests_the_first_ones_are_shown() -> None:
 def test_who_had_the_blocks(events: list[Event], who: list[str]) -> None:
     before = [*life("a"), *life("b")]
     assert list(dict.fromkeys(shown(trace(*before, *events, free=4)))) == (who or ["z"])
+
+
+@pytest.mark.parametrize(
+    ("event", "noise"),
+    [
+        ({"kind": "case.expectation", "holds": True}, True),
+        ({"kind": "case.expectation", "holds": False}, False),
+        ({"kind": "profile.expectation", "reloadable": 8, "promised": 8}, True),
+        ({"kind": "profile.expectation", "reloadable": 4, "promised": 8}, False),
+        ({"kind": "cache.reset", "phase": "asked", "returned": None}, True),
+        ({"kind": "cache.reset", "phase": "called", "returned": None}, True),
+        ({"kind": "cache.reset", "phase": "returned", "returned": True}, True),
+        ({"kind": "cache.reset", "phase": "returned", "returned": False}, False),
+        ({"kind": "cache.reset", "phase": "done", "returned": True}, False),
+        ({"kind": "engine.lifecycle", "op": "start", "error": None}, True),
+        ({"kind": "engine.lifecycle", "op": "restart", "error": None}, False),
+        ({"kind": "req.state", "req": "a", "from": "WAITING", "to": "RUNNING"}, True),
+        ({"kind": "req.state", "req": "a", "from": "PREEMPTED", "to": "RUNNING"}, False),
+        ({"kind": "step.scheduled", "new": ["b"]}, True),
+        ({"kind": "step.scheduled", "cached": ["b", "a"]}, False),
+    ],
+)
+def test_what_says_nothing_takes_no_place(event: Event, noise: bool) -> None:
+    events = [event, {"kind": "lookup", "req": "a", "step": 1}]
+    run = [{"step": 0, **each, "seq": number} for number, each in enumerate(events)]
+    assert (run[0] not in excerpt(run, 1, "a")) is noise
+    assert run[0] in excerpt(run, 0, "a"), "unless it is the violation itself"
+
+
+def test_only_the_layer_of_the_violation_and_its_step_are_shown() -> None:
+    wrong = {"kind": "kv.wrong", "req": "a", "origin_req": None, "origin_pos": None, "step": 4}
+    events = [
+        {**wrong, "layer": 0, "pos": 0},
+        {**wrong, "layer": 1, "pos": 0},
+        {**wrong, "layer": 0, "pos": 4},
+        {**wrong, "layer": 0, "pos": 8},
+        {"kind": "req.finished", "req": "a", "step": 4},
+        {"kind": "req.finished", "req": "a", "step": 5},
+    ]
+    run = [{**each, "seq": number} for number, each in enumerate(events)]
+    assert [each["seq"] for each in excerpt(run, 2, "a")] == [0, 2, 4]
+
+
+class RaisesInStepTwo(ReferenceConnector):
+    """Raises when it builds the second metadata."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        self.__dict__["built"] = self.__dict__.get("built", 0) + 1
+        if self.__dict__["built"] == 2:
+            raise KeyError("lost")
+        return super().build_connector_meta(scheduler_output)
+
+
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_the_step_in_which_a_hook_raises_is_shown_with_its_counters(
+    tmp_path: Path, engine: str
+) -> None:
+    variant = SPEC.cases["chunked.boundaries"].variants([engine], ["sync"])[0]
+    target = Target(f"{__name__}:RaisesInStepTwo", {"store": "memory:{tmp}"})
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path)
+    assert report.harness_error is None
+    row = next(row for row in report.rows if row.requirement == "hook.no-raise")
+    assert (row.verdict, row.headline) == ("FAIL", "build_connector_meta raised KeyError")
+    lines = render(report.excerpts["hook.no-raise"], row.event)
+    mark = next(number for number, line in enumerate(lines) if line.startswith(">"))
+    assert "RAISED" in lines[mark]
+    assert " as build_connector_meta saw it: computed=" in lines[mark + 1]
+    assert " scheduled=" in lines[mark + 1] and " known=" in lines[mark + 1]

@@ -91,3 +91,23 @@ def test_the_specification_can_be_sent_to_a_worker(spec: Spec) -> None:
         _ = req.expressions, req.capability_expr
     copy = pickle.loads(pickle.dumps(spec))
     assert copy.requirements == spec.requirements and copy.cases == spec.cases
+
+
+def test_rules_and_bugs_are_explained() -> None:
+    spec = load_spec()
+    rule = explain(spec, "R035")
+    assert rule.startswith("R035 (rule; connector MUST)") and spec.rules["R035"].title in rule
+    assert "  load.position (MUST): " in rule and "  identity.branch: " in rule
+    bug = explain(spec, "B040")
+    assert bug.startswith("B040 (bug; ") and "Cause" in bug and "  load.position (MUST): " in bug
+    assert "https://github.com/" in bug.split("Threads")[1]
+    for number, title in (("R", "Not covered"), ("B", "Not covered")):
+        waivers = spec.rule_waivers if number == "R" else spec.bug_waivers
+        name = next(iter(waivers))
+        assert title in explain(spec, name) and waivers[name].reason.split()[0] in explain(
+            spec, name
+        )
+    with pytest.raises(UsageError, match="no requirement, case, defect, rule or bug 'R999'"):
+        explain(spec, "R999")
+    with pytest.raises(UsageError, match="'B999'"):
+        explain(spec, "B999")

@@ -106,11 +106,8 @@ class TestTimeline:
         assert timeline.render(events) == [
             "   1  lookup      a local=4 of known=9 -> 4 tokens",
             "   1  alloc       a computed=0 local=4 external=4 blocks=[1-3,7]",
-            "   1  schedule    1 tokens new=a loads before the forward pass",
-            (
-                "   1    a         new      computed=8 scheduled=1 placeholders=0 known=9 "
-                "blocks=[1-3,7]"
-            ),
+            "   1  schedule    1 token new=a loads before the forward pass",
+            ("   1    a         new      computed=8 scheduled=1 known=9 blocks=[1-3,7]"),
         ]
 
 
@@ -198,8 +195,7 @@ def test_reproduction(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv(causes.THROUGH, raising=False)
     collector.settings.arguments = ["--extra-config", '{"a": "{tmp}"}']
     row = collector.add(judged(collector, 0, MUST)).rows[0]
-    text = causes.command(collector.settings, row, alone=True)
-    assert shlex.split(text) == [
+    assert causes.command(collector.settings, row, alone=True) == [
         "kvconform",
         "run",
         "pkg.mod:Conn",
@@ -214,12 +210,10 @@ def test_reproduction(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> 
         "--extra-config",
         '{"a": "{tmp}"}',
     ]
-    assert f"-k '{CASES[0]}[reference-sync-v1-d1-b4]'" in causes.command(
-        collector.settings, row, alone=False
-    )
+    words = causes.command(collector.settings, row, alone=False)
+    assert f"-k '{CASES[0]}[reference-sync-v1-d1-b4]'" in shlex.join(words)
     monkeypatch.setenv(causes.THROUGH, "nox -s conformance -- --install './my conn'")
-    text = causes.command(collector.settings, row, alone=True)
-    assert shlex.split(text)[:8] == [
+    assert causes.command(collector.settings, row, alone=True)[:8] == [
         "nox",
         "-s",
         "conformance",
@@ -229,6 +223,27 @@ def test_reproduction(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> 
         "--connector",
         "pkg.mod:Conn",
     ]
+
+
+def test_a_connector_in_the_working_directory_is_found_again(
+    collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    row = collector.add(judged(collector, 0, MUST)).rows[0]
+    collector.settings.connector = "only_here:Conn"
+
+    def added() -> bool:
+        return "--pythonpath" in causes.command(collector.settings, row, alone=True)
+
+    assert not added(), "it is installed, or found in another way"
+    (tmp_path / "only_here.py").write_text("", encoding="utf-8")
+    assert added()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert not added()
+    monkeypatch.delenv("PYTHONPATH")
+    collector.settings.pythonpath = [str(tmp_path)]
+    assert not added(), "the settings say it"
 
 
 def test_an_expired_waiver_of_the_suite_is_a_note(collector: Collector) -> None:
@@ -241,9 +256,12 @@ def test_an_expired_waiver_of_the_suite_is_a_note(collector: Collector) -> None:
     assert found.reasons == ["note: waiver of engine.* expired on 2025-12-31"]
 
 
-def shown(collector: Collector, *, end: bool = True) -> str:
+def shown(
+    collector: Collector, *, end: bool = True, verbose: bool = False, width: int = 200
+) -> str:
+    collector.settings.verbose = verbose
     out = io.StringIO()
-    console = Console(file=out, width=200)
+    console = Console(file=out, width=width)
     terminal.header(console, collector, [])
     if end:
         rows, found = collector.finish(date(2026, 1, 1), complete=True)
@@ -258,9 +276,9 @@ def test_a_panel_shows_the_check_below_the_message(collector: Collector) -> None
     assert "check " not in shown(collector)
     failing.check = "`e.good` is false: e.good=False"
     found, check = (
-        line.strip("│ ").split(maxsplit=1)
+        line.split(maxsplit=1)
         for line in shown(collector).splitlines()
-        if line.strip("│ ").startswith(("found ", "check "))
+        if line.startswith(("found ", "check "))
     )
     assert found == ["found", "it broke"] and check == ["check", failing.check]
 
@@ -294,10 +312,10 @@ def test_what_the_engine_broke_is_told_from_what_the_connector_did(collector: Co
     )
     for position in (0, 1):
         collector.add(judged(collector, position, guarantee))
-    text = shown(collector)
+    text = shown(collector, verbose=True)
     assert ", 1 fail (engine's)" in text and "2 fail (engine's or recommended only)" in text
     collector.add(judged(collector, 0, MUST))
-    text = shown(collector)
+    text = shown(collector, verbose=True)
     assert ", 1 fail (engine's), 1 fail" in text or ", 1 fail, 1 fail (engine's)" in text
     assert "verdicts" in text and "recommended" not in text
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconform.contract.loader import load_spec
+from kvconform.report import jsonl
 from places import RIGS
 
 FAKE = {
@@ -79,7 +80,7 @@ class Result:
 
     def rows(self, verdict: str | None = None) -> list[dict[str, Any]]:
         """The rows, or those with this verdict."""
-        rows = [line for line in self.lines if line["type"] == "row"]
+        rows = [row.to_dict() for row in jsonl.read(self.folder).rows.values()]
         return [row for row in rows if verdict is None or row["verdict"] == verdict]
 
     @property

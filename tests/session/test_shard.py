@@ -125,8 +125,8 @@ def test_the_joint_report_is_that_of_the_unsplit_run(tmp_path: Path) -> None:
 @pytest.mark.e2e
 def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     settings(tmp_path, fail={})
-    judge(tmp_path, "s1", "--shard", "1/2", cases=CASES[:2])
-    judge(tmp_path, "s2", "--shard", "2/2", cases=CASES[:2])
+    judge(tmp_path, "s1", "--full", "--shard", "1/2", cases=CASES[:2])
+    judge(tmp_path, "s2", "--full", "--shard", "2/2", cases=CASES[:2])
     judge(tmp_path, "whole", cases=CASES[:2])
     assert program(tmp_path, "joint", "merge", "s1", "s2").code == 0
 

@@ -7,8 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvconform.judge.records import Row, Verdict
-from kvconform.report.causes import PROCESS_RULE, beyond, by_cause, other_runs, reproduction
+from kvconform.report.causes import (
+    PROCESS_RULE,
+    beyond,
+    by_cause,
+    other_runs,
+    reproduction,
+    usual_causes,
+)
 from kvconform.report.collector import Collector
+from kvconform.report.timeline import fit
 
 VLLM = "https://github.com/vllm-project/vllm/blob"
 OTHERS = 12
@@ -77,7 +85,7 @@ def failures(rows: Sequence[Row], collector: Collector) -> list[Failure]:
                 level=first.level,
                 rule=_one_line(requirement.text) if requirement else PROCESS_RULE,
                 why=_one_line(requirement.why) if requirement else "",
-                wrong=_one_line(requirement.wrong) if requirement else "",
+                wrong=usual_causes(first, _one_line(requirement.wrong)) if requirement else "",
                 right=(requirement.right or "").rstrip() if requirement else "",
                 found=first.message or "",
                 check=(first.check or "").replace("`", ""),
@@ -96,7 +104,7 @@ def failures(rows: Sequence[Row], collector: Collector) -> list[Failure]:
                 more=max(0, len(others) - OTHERS),
                 risky=tuple(risks[:OTHERS]),
                 more_risky=max(0, len(risks) - OTHERS),
-                lines=tuple(lines),
+                lines=tuple(fit(lines)),
                 reproduce=reproduction(collector, first),
             )
         )

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Circumstances of a failure: what had not come up in its run before it.
+
+A usual cause that needs such a circumstance is ruled out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvconform.contract.trace import Event
+
+_CAME_UP: dict[str, Callable[[Event], bool]] = {
+    "preemption": lambda e: e["kind"] == "req.state" and e["to"] == "PREEMPTED",
+    "drafts": lambda e: e["kind"] == "req.scheduled" and bool(e.get("drafts")),
+    "placeholders": lambda e: e["kind"] == "req.scheduled" and bool(e.get("placeholders")),
+    "reset": lambda e: e["kind"] == "cache.reset",
+    "abort": lambda e: e["kind"] == "req.state" and e["to"] == "FINISHED_ABORTED",
+}
+"""How each circumstance shows in a trace."""
+
+WORDS = {
+    "preemption": ("preempt", "resum"),
+    "drafts": ("draft",),
+    "placeholders": ("placeholder",),
+    "reset": ("reset",),
+    "abort": ("abort",),
+}
+"""Beginnings of words by which a usual cause (`wrong` of a requirement) names a circumstance."""
+
+
+def absent(trace: Iterable[Event], until: int) -> tuple[str, ...]:
+    """Return the circumstances that had not come up when the event with seq `until` happened."""
+    missing = dict(_CAME_UP)
+    for event in trace:
+        if event["seq"] > until or not missing:
+            break
+        for name in [name for name, came_up in missing.items() if came_up(event)]:
+            del missing[name]
+    return tuple(missing)
+
+
+def possible(wrong: str, ruled_out: Iterable[str]) -> str:
+    """Return the usual causes in `wrong` that need none of the circumstances `ruled_out`.
+
+    `wrong` is a sentence of alternatives, separated by semicolons.
+    """
+    words = tuple(word for name in ruled_out for word in WORDS.get(name, ()))
+    parts = [part.strip().removeprefix("or ") for part in wrong.strip().rstrip(".").split(";")]
+    left = [part for part in parts if part and not any(word in part.lower() for word in words)]
+    if not left:
+        return ""
+    text = "; ".join([*left[:-1], "or " + left[-1]]) if len(left) > 1 else left[0]
+    return f"{text[0].upper()}{text[1:]}."

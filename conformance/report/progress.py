@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The progress display during a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from kvconform.judge.records import Row, Verdict
+from kvconform.words import many
+
+EVERY = 60.0
+"""Seconds between two lines of progress where there is no terminal."""
+
+
+class Progress:
+    """Progress display: a bar on a terminal, a line every EVERY seconds elsewhere.
+
+    Prints nothing before `start` and after `stop`.
+    """
+
+    def __init__(self, console: Console, total: int) -> None:
+        self.console = console
+        self.total = total
+        self.count = 0
+        self.failing: set[str] = set()
+        self._bar: Bar | None = None
+        self._last = time.monotonic()
+
+    def start(self) -> None:
+        """Show the bar, or print the first line."""
+        if self.console.is_terminal:
+            now = TextColumn("{task.fields[now]}")
+            self._bar = Bar(
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                now,
+                console=self.console,
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(
+                "running", total=self.total, now="importing vLLM (6-10 s)"
+            )
+        else:
+            self.console.print(f"running {many(self.total, 'run')} ...", highlight=False)
+
+    def done(self, variant: str, rows: Sequence[Row]) -> None:
+        """Count the run of a variant as done, and its failures."""
+        self.count += 1
+        self.failing |= {
+            row.requirement for row in rows if row.verdict is Verdict.FAIL and row.gating
+        }
+        if self._bar is not None:
+            case = variant.partition("[")[0]
+            self._bar.update(self._task, completed=self.count, now=f"{self._failures()} · {case}")
+        elif time.monotonic() - self._last > EVERY:
+            self._last = time.monotonic()
+            self.console.print(
+                f"{self.count}/{self.total} runs, {self._failures()}", highlight=False
+            )
+
+    def _failures(self) -> str:
+        number = len(self.failing)
+        if number == 0:
+            return "no failures"
+        return "1 requirement fails" if number == 1 else f"{number} requirements fail"
+
+    def stop(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

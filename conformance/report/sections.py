@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The failures on the terminal: a line per root cause, and a section per failure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from kvconform.judge.records import CaseReport, Row
+from kvconform.report.causes import (
+    NO_VLLM,
+    PROCESS_RULE,
+    beyond,
+    other_runs,
+    reproduction_words,
+    usual_causes,
+)
+from kvconform.report.collector import Collector
+from kvconform.report.layout import command, paragraph, wrapped
+from kvconform.report.roots import Root
+from kvconform.report.timeline import fit, shorten
+from kvconform.words import many
+
+LISTED = 4
+"""Number of runs that are listed by name."""
+EXCERPT = 24
+"""Number of lines that an excerpt takes without -v."""
+CONSEQUENCES = 4
+"""Number of consequences of a root cause that are described."""
+
+
+def print_failures(
+    console: Console, collector: Collector, found: Sequence[Root], *, verbose: bool
+) -> None:
+    """Print a line per root cause, the whole section of the first one, and what others differ in.
+
+    With `verbose`, all sections are whole. A consequence names its root cause. What is only a risk
+    or a recommendation has no section otherwise.
+    """
+    if not found:
+        return
+    sections = [root for root in found if verbose or root.counts or root.row.kind == "guarantee"]
+    console.print()
+    for number, root in enumerate(found, 1):
+        _overview(console, number, root)
+    for number, root in enumerate(sections, 1):
+        if number > 1 and not verbose:
+            _folded(console, collector, root, number)
+            continue
+        _whole(console, collector, root.group, number)
+        if not verbose:
+            _consequences(console, root)
+            continue
+        for group in root.consequences:
+            _whole(console, collector, group, None, root.row.requirement)
+
+
+def _overview(console: Console, number: int, root: Root) -> None:
+    """Print the line of a root cause: what it is, and what follows from it."""
+    first = root.row
+    text = f"{first.requirement}: {_headline(first)}."
+    if number_of := root.number:
+        failed = list(dict.fromkeys(group[0].requirement for group in root.consequences))
+        names = [*failed, *(f"{name} (blocked)" for name in root.blocked)]
+        text += f" {many(number_of, 'consequence')}: {', '.join(names)}"
+    label = f"{number}. "
+    for line in wrapped(f"{text}{_kind(first)}", console.width, label, " " * len(label)):
+        console.print(Text(line, style="bold"), soft_wrap=True)
+
+
+def _headline(row: Row) -> str:
+    """Return in one clause what was found; the section has all of it."""
+    return row.headline or (row.message or "it failed").partition("; ")[0].rstrip(".")
+
+
+def _kind(row: Row) -> str:
+    """Return what a failure is if it is no violation of a MUST, in brackets."""
+    if row.kind == "guarantee":
+        return " [the engine's, not the connector's fault]"
+    if row.risk:
+        return " [risk: this vLLM does not bring it about; it counts with --strict]"
+    return "" if row.gating else " [recommended only; it counts with --strict]"
+
+
+def _title(console: Console, row: Row, number: int | None, of: str | None) -> None:
+    """Print the first line of a section."""
+    label = f"{number}. {row.requirement}" if number is not None else row.requirement
+    after = f", a consequence of {of}" if of is not None else ""
+    rule = "─" * max(4, min(console.width, 100) - len(label) - len(after) - 4)
+    console.print()
+    console.print(f"[red]──[/] [bold red]{escape(label)}[/]{after} [red]{rule}[/]", soft_wrap=True)
+
+
+def _whole(
+    console: Console,
+    collector: Collector,
+    group: Sequence[Row],
+    number: int | None,
+    of: str | None = None,
+) -> None:
+    """Print all that is known about one cause; `group` contains its rows."""
+    first = group[0]
+    requirement = collector.spec.requirements.get(first.requirement)
+    _title(console, first, number, of)
+    rule = requirement.text if requirement is not None else PROCESS_RULE
+    paragraph(console, "rule", rule, "bold")
+    paragraph(console, "found", first.message)
+    paragraph(console, "check", first.check)
+    _where(console, group)
+    paragraph(console, "evidence", first.evidence)
+    if requirement is not None:
+        paragraph(console, "why", requirement.why)
+        paragraph(console, "usual cause", usual_causes(first, requirement.wrong or ""))
+    lines = _excerpt(collector.reports, first)
+    if not collector.settings.verbose:
+        lines = shorten(lines, console.width, EXCERPT)
+    if lines:
+        console.print(Text("step  event", style="dim"))
+    for text in lines:
+        for line in fit([text], console.width):
+            style = "bold" if text.startswith(">") else ""
+            console.print(Text(line, style=style), soft_wrap=True)
+    command(console, "reproduce", reproduction_words(collector, first))
+
+
+def _folded(console: Console, collector: Collector, root: Root, number: int) -> None:
+    """Print what distinguishes a root cause from others: what was found, and where."""
+    _title(console, root.row, number, None)
+    paragraph(console, "found", root.row.message)
+    _where(console, root.group)
+    _consequences(console, root)
+    command(console, "reproduce", reproduction_words(collector, root.row))
+
+
+def _consequences(console: Console, root: Root) -> None:
+    """Print a sentence per consequence of a root cause; -v prints their sections."""
+    names: set[str] = set()
+    for group in root.consequences:
+        first = group[0]
+        if first.requirement in names:
+            continue
+        names.add(first.requirement)
+        if len(names) > CONSEQUENCES:
+            paragraph(console, "", f"and {len(root.consequences) - CONSEQUENCES} more (-v)")
+            return
+        what = (first.message or "it failed").partition("; ")[0]
+        label = "follows" if len(names) == 1 else ""
+        paragraph(console, label, f"{first.requirement}: {what}")
+
+
+def _where(console: Console, group: Sequence[Row]) -> None:
+    """Print the place of a failure, its situations, and the other runs with it."""
+    first = group[0]
+    where = [first.run]
+    if first.step is not None:
+        where.append(f"step {first.step}")
+    if first.req:
+        where.append(f"request {first.req}")
+    paragraph(console, "where", ", ".join(where))
+    for sentence in beyond(first):
+        paragraph(console, "situation", sentence)
+    alike, risks = other_runs(group)
+    paragraph(console, "also in", _listed(alike, "more run"))
+    paragraph(console, "also in", _listed(risks, "run", f" that {NO_VLLM}"))
+
+
+def _excerpt(reports: Mapping[str, CaseReport], row: Row) -> list[str]:
+    report = reports.get(row.run)
+    return [] if report is None else report.timelines.get(row.requirement, [])
+
+
+def _listed(runs: Sequence[str], what: str, which: str = "") -> str:
+    """Return the number of runs, and the first LISTED of them; empty if there are none."""
+    if not runs:
+        return ""
+    more = f" and {len(runs) - LISTED} more" if len(runs) > LISTED else ""
+    return f"{many(len(runs), what)}{which}: {', '.join(runs[:LISTED])}{more}"

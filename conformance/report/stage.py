@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages of failures on the way of KV through a connector.
+
+The engine passes something on, a hook raises, a transfer is reported, a save reads blocks, a load
+writes them, and in the end tokens differ. What failed at one stage may explain the later ones.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from kvconform.judge.records import Row
+
+
+class Stage(IntEnum):
+    """The place of a failure on the way of KV, from its causes to what shows them."""
+
+    ENGINE = 0
+    CALL = 1
+    SAVE = 2
+    LOAD = 3
+    CACHE = 4
+    ANNOUNCED = 5
+    TOKENS = 6
+    END = 7
+    FORM = 8
+
+
+AT_THE_END = ("case.expected", "engine.survives", "engine.acts-on-report", "engine.load-taken-up")
+"""Guarantees that show what became of something that went wrong before."""
+_STAGES: tuple[tuple[Stage, tuple[str, ...]], ...] = (
+    (Stage.END, ("run.quiesces", "end.", *AT_THE_END)),
+    (Stage.TOKENS, ("compose.", "multi.as-alone", "live.tokens", "live.likelihood")),
+    (Stage.ANNOUNCED, ("events.", "save.completeness", "save.as-plain", "restart.keeps")),
+    (Stage.ANNOUNCED, ("lookup.truth",)),
+    (Stage.CACHE, ("cache.", "identity.")),
+    (Stage.FORM, ("stats.", "handshake.", "finish.", "lookup.sources-add-up", "ranks.engine-id")),
+    (Stage.FORM, ("api.", "lifecycle.threads-end", "lifecycle.shutdown")),
+    (Stage.SAVE, ("save.", "streams.save-after-write")),
+    (Stage.LOAD, ("load.errors", "load.", "layout.", "groups.", "recv.not-before-bytes")),
+    (Stage.LOAD, ("live.loaded-kv", "live.same-bytes")),
+)
+"""Beginnings of ids by stage; everything else is about calls, reports and plans."""
+
+
+def stage(row: Row) -> Stage:
+    """Return the stage of a failure."""
+    if row.kind == "guarantee" and row.requirement not in AT_THE_END:
+        return Stage.ENGINE
+    for found, names in _STAGES:
+        if row.requirement.startswith(names):
+            return found
+    return Stage.CALL

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verdicts on the terminal: a line per area, or (with -v) a table per area."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.box import SIMPLE
+from rich.console import Console, JustifyMethod
+from rich.table import Table
+from rich.text import Text
+
+from kvconform.contract.requirement import Requirement
+from kvconform.judge.aggregate import Aggregate
+from kvconform.judge.records import Row, Verdict
+from kvconform.report.collector import Collector
+from kvconform.report.layout import paragraph
+from kvconform.words import many
+
+STYLE = {
+    Verdict.PASS: "green",
+    Verdict.FAIL: "bold red",
+    Verdict.ERROR: "bold magenta",
+    Verdict.XFAIL: "yellow",
+    Verdict.XPASS: "bold red",
+    Verdict.BLOCKED: "red",
+    Verdict.DISABLED: "yellow",
+}
+COUNTED = {
+    Verdict.ERROR,
+    Verdict.NOT_EXERCISED,
+    Verdict.UNSUPPORTED,
+    Verdict.UNOBSERVABLE,
+    Verdict.DISABLED,
+}
+"""Statuses that the tables only count. Errors have a section of their own."""
+COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
+    ("requirement", "left"),
+    ("level", "left"),
+    ("verdict", "left"),
+    ("exercised in", "right"),
+)
+
+
+def print_lines(console: Console, collector: Collector, found: Aggregate) -> None:
+    """Print a line per area in which a requirement was exercised, and the names of the others."""
+    console.print()
+    held = 0
+    broken: list[str] = []
+    silent: list[str] = []
+    for area, names in sorted(_areas(collector, found).items()):
+        known = collector.spec.requirements
+        guarantees = {name for name in names if name in known and known[name].kind == "guarantee"}
+        held += sum(found.status[name] is Verdict.PASS for name in guarantees)
+        broken += [name for name in guarantees if found.status[name] is Verdict.XFAIL]
+        counts = Counter(found.status[name] for name in names if name not in guarantees)
+        if not counts:
+            continue
+        if not set(counts) - COUNTED:
+            silent.append(area)
+            continue
+        parts = [f"{counts.pop(Verdict.PASS)} pass"] if counts[Verdict.PASS] else []
+        parts += [f"{count} {words(name)}" for name, count in counts.most_common() if count]
+        console.print(f"{area:<13} {', '.join(parts)}", soft_wrap=True)
+    parts = [f"{many(held, 'guarantee')} held"] if held else []
+    if broken:
+        parts.append(f"{', '.join(sorted(broken))} broken, as is known")
+    if parts:
+        paragraph(console, "the engine", ", ".join(parts), indent=14)
+    if silent:
+        paragraph(console, "not exercised", ", ".join(silent), indent=14)
+
+
+def _areas(collector: Collector, found: Aggregate) -> dict[str, list[str]]:
+    """Return the requirements of each area."""
+    areas: dict[str, list[str]] = {}
+    for name in found.status:
+        requirement = collector.spec.requirements.get(name)
+        area = requirement.area if requirement else name.partition(".")[0]
+        areas.setdefault(area, []).append(name)
+    return areas
+
+
+def print_tables(
+    console: Console, collector: Collector, rows: Sequence[Row], found: Aggregate
+) -> None:
+    """Print a table per area: each requirement with its status.
+
+    Statuses in COUNTED, and guarantees that hold, are only counted below the table.
+    """
+    exercised: dict[str, int] = {}
+    failing: dict[str, int] = {}
+    for row in rows:
+        exercised[row.requirement] = exercised.get(row.requirement, 0) + (row.exercised > 0)
+        failing[row.requirement] = failing.get(row.requirement, 0) + (
+            row.verdict in (Verdict.FAIL, Verdict.XFAIL)
+        )
+    areas = _areas(collector, found)
+    for area in sorted(areas):
+        table = Table(
+            box=SIMPLE,
+            title=area,
+            title_justify="left",
+            title_style="bold",
+            pad_edge=False,
+            show_edge=False,
+        )
+        for column, justify in COLUMNS:
+            table.add_column(column, justify=justify, no_wrap=True)
+        silent: Counter[str] = Counter()
+        held = 0
+        for name in sorted(areas[area]):
+            status = found.status[name]
+            requirement = collector.spec.requirements.get(name)
+            guarantee = requirement is not None and requirement.kind == "guarantee"
+            if guarantee and status is Verdict.PASS:
+                held += 1
+                continue
+            if status in COUNTED:
+                silent[status] += 1
+                continue
+            text = f"{status} in {failing[name]}" if failing[name] else str(status)
+            table.add_row(
+                name,
+                _level(requirement),
+                Text(text, style=STYLE[status]),
+                many(exercised[name], "run"),
+            )
+        parts = [f"{count} {words(name)}" for name, count in silent.items()]
+        if held:
+            parts.insert(0, f"{many(held, 'guarantee')} of the engine held")
+        rest = ", ".join(parts)
+        console.print()
+        if table.row_count:
+            console.print(table)
+            console.print(f"[dim]{rest}[/]" if rest else "", end="\n" if rest else "")
+        else:
+            console.print(f"[bold]{area}[/]  [dim]{rest}[/]")
+
+
+def _level(requirement: Requirement | None) -> str:
+    """Return the level in words; a row without a requirement is about a process that died."""
+    if requirement is None:
+        return "MUST NOT"
+    if requirement.kind == "guarantee":
+        return f"{requirement.level} (engine)"
+    return requirement.level
+
+
+def words(verdict: str) -> str:
+    """Return a verdict in words."""
+    return verdict.lower().replace("_", " ")

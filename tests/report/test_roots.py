@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of root causes: what explains what, and in which order they are shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvconform.judge.records import Row, Verdict
+from kvconform.report.roots import Root, roots
+from kvconform.report.stage import Stage, stage
+
+
+def row(
+    requirement: str,
+    case: str = "c",
+    *,
+    event: int | None = None,
+    kind: str = "requirement",
+    gating: bool = True,
+    cause: str = "x",
+) -> Row:
+    found = Row(requirement, case, "vllm", "sync", "v1", 1, 4, Verdict.FAIL, cause=(cause,))
+    found.event = event
+    found.gating = gating and kind == "requirement"
+    found.kind = "guarantee" if kind == "guarantee" else "requirement"
+    return found
+
+
+def blocked(requirement: str, by: str, case: str = "c") -> Row:
+    found = row(requirement, case)
+    found.verdict, found.blocked_by = Verdict.BLOCKED, by
+    return found
+
+
+def shape(found: list[Root]) -> list[tuple[str, list[str], list[str]]]:
+    return [
+        (root.row.requirement, [group[0].requirement for group in root.consequences], root.blocked)
+        for root in found
+    ]
+
+
+def test_a_save_explains_the_load_that_shows_it_although_the_load_came_first() -> None:
+    rows = [row("load.position", event=3), row("save.owned", event=7)]
+    assert shape(roots(rows)) == [("save.owned", ["load.position"], [])]
+
+
+def test_a_load_that_also_fails_elsewhere_is_a_root_cause_of_its_own() -> None:
+    rows = [row("load.position"), row("load.position", "other"), row("save.owned")]
+    assert shape(roots(rows)) == [("save.owned", [], []), ("load.position", [], [])]
+    both = [*rows, row("recv.exactly-once", "other", event=1)]
+    assert shape(roots(both))[0][0] == "recv.exactly-once"
+    assert len(roots(both)) == 2, "together, the two explain all runs"
+
+
+def test_a_report_explains_only_what_comes_after_it() -> None:
+    before = [row("recv.exactly-once", event=5), row("load.complete-or-failed", event=9)]
+    assert shape(roots(before)) == [("recv.exactly-once", ["load.complete-or-failed"], [])]
+    before[0].event = 12
+    assert len(roots(before)) == 2
+
+
+def test_the_engines_relay_comes_before_what_the_connector_seems_to_do() -> None:
+    rows = [
+        row("recv.completes", event=9),
+        row("engine.relays-reports", kind="guarantee", event=4),
+    ]
+    assert shape(roots(rows)) == [("engine.relays-reports", ["recv.completes"], [])]
+    rows[0].case = "elsewhere"
+    assert [root.row.requirement for root in roots(rows)] == [
+        "recv.completes",
+        "engine.relays-reports",
+    ], "a guarantee that explains nothing comes after what counts"
+
+
+def test_blocked_requirements_are_consequences_of_what_blocked_them() -> None:
+    rows = [row("save.owned"), row("load.position", event=1)]
+    rows += [blocked("compose.null-effect", "load.position"), blocked("x.y", "save.owned", "other")]
+    (root,) = roots(rows)
+    assert (root.blocked, root.number) == (["compose.null-effect"], 2)
+    failing = [*rows, row("compose.null-effect", "other")]
+    assert "compose.null-effect" not in roots(failing)[0].blocked, "it has a section of its own"
+
+
+def test_a_failure_that_counts_is_never_hidden_below_advice() -> None:
+    rows = [row("save.owned", gating=False), row("load.position")]
+    assert [root.row.requirement for root in roots(rows)] == ["load.position", "save.owned"]
+    rows = [row("save.owned"), row("load.position", gating=False)]
+    assert shape(roots(rows)) == [("save.owned", ["load.position"], [])]
+
+
+@pytest.mark.parametrize("form", ["stats.fresh", "handshake.typed", "api.signatures"])
+def test_what_is_about_form_explains_nothing_and_needs_no_explanation(form: str) -> None:
+    rows = [row(form, event=1), row("hook.no-raise", event=0), row("load.position", event=2)]
+    assert shape(roots(rows)) == [("hook.no-raise", ["load.position"], []), (form, [], [])]
+
+
+def test_nothing_fails() -> None:
+    assert roots([]) == [] and roots([blocked("a.b", "engine.crash")]) == []
+
+
+@pytest.mark.parametrize(
+    ("requirement", "kind", "expected"),
+    [
+        ("engine.relays-metadata", "guarantee", Stage.ENGINE),
+        ("case.expected", "guarantee", Stage.END),
+        ("run.quiesces", "requirement", Stage.END),
+        ("save.completeness", "requirement", Stage.ANNOUNCED),
+        ("save.owned", "requirement", Stage.SAVE),
+        ("recv.not-before-bytes", "requirement", Stage.LOAD),
+        ("recv.exactly-once", "requirement", Stage.CALL),
+        ("lookup.sources-add-up", "requirement", Stage.FORM),
+        ("lookup.truth", "requirement", Stage.ANNOUNCED),
+        ("lookup.identity", "requirement", Stage.CALL),
+        ("identity.content", "requirement", Stage.CACHE),
+        ("live.tokens", "requirement", Stage.TOKENS),
+    ],
+)
+def test_stages(requirement: str, kind: str, expected: Stage) -> None:
+    assert stage(row(requirement, kind=kind)) is expected
+
+
+def test_failures_of_one_stage_do_not_explain_each_other() -> None:
+    rows = [row("save.owned", event=1), row("save.confirmed", event=2)]
+    assert shape(roots(rows)) == [("save.owned", [], []), ("save.confirmed", [], [])]
+
+
+def test_a_requirement_that_is_blocked_in_several_runs_is_named_once() -> None:
+    rows = [row("save.owned"), row("save.owned", "other")]
+    rows += [blocked("compose.null-effect", "save.owned", case) for case in ("c", "other")]
+    (root,) = roots(rows)
+    assert (root.blocked, root.number) == (["compose.null-effect"], 1)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the report on the terminal: how long it is, and what it shows first."""
+
+from __future__ import annotations
+
+import io
+from datetime import date
+
+import pytest
+from rich.console import Console
+
+from kvconform.config.selection import select
+from kvconform.config.settings import Settings
+from kvconform.contract.loader import load_spec
+from kvconform.judge.records import CaseReport, Row, Verdict
+from kvconform.judge.verdict import rows_for
+from kvconform.report import terminal
+from kvconform.report.collector import Collector
+
+SPEC = load_spec()
+LINE = "   3  plan        save a [0, 8) after_forward with a long text that has to be wrapped here"
+
+
+def collector(verbose: bool = False) -> Collector:
+    settings = Settings(connector="pkg.mod:Conn", verbose=verbose)
+    found = Collector(SPEC, settings, select(SPEC, settings, "0.32.0"), "0.32.0")
+    found.only({variant.id for variant in found.selection.variants[:2]})
+    return found
+
+
+def judged(found: Collector, *failing: Row) -> None:
+    """Add a report per run in which all holds but `failing`."""
+    for variant in found.selection.variants:
+        requirements = [SPEC.requirements[name] for name in found.selection.judged]
+        rows = rows_for(requirements, variant, Verdict.PASS, "", strict=False)
+        report = CaseReport(variant.id, rows=rows)
+        for row in rows:
+            row.exercised, row.message = 1, None
+            like = next((each for each in failing if each.requirement == row.requirement), None)
+            if like is not None:
+                row.verdict, row.message, row.headline = like.verdict, like.message, like.headline
+                row.blocked_by = like.blocked_by
+                report.timelines[row.requirement] = [*[LINE] * 17, "> " + LINE[2:], LINE]
+        found.add(report)
+
+
+def failure(name: str, message: str = "m", headline: str | None = None) -> Row:
+    row = Row(name, "c", "vllm", "sync", "v1", 1, 4, Verdict.FAIL, message=message)
+    row.headline = headline
+    return row
+
+
+def printed(found: Collector, width: int = 80) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=width)
+    rows, verdict = found.finish(date(2026, 1, 1), complete=True)
+    terminal.header(console, found, [])
+    terminal.report(console, found, rows, verdict, where="kvconform-report", seconds=1.0)
+    return out.getvalue().splitlines()
+
+
+SAVE = failure("save.owned", "the save; and its story", "a save read too late")
+LOAD = failure("load.position", "the load; a wrong guess")
+NULL = failure("compose.null-effect")
+NULL.verdict, NULL.blocked_by = Verdict.BLOCKED, "load.position"
+
+
+def test_success_is_a_line_per_area_and_the_verdict() -> None:
+    found = collector()
+    judged(found)
+    lines = printed(found)
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    assert lines[-1].startswith("CONFORMANT in what was selected")
+    count = sum(r.area == "save" and r.kind == "requirement" for r in SPEC.requirements.values())
+    assert f"save          {count} pass" in lines
+    assert not any("save.owned" in line for line in lines)
+
+
+def test_areas_in_which_nothing_was_judged_share_a_line() -> None:
+    found = collector()
+    judged(found)
+    for report in found.reports.values():
+        for row in report.rows:
+            if SPEC.requirements[row.requirement].area in ("groups", "transfer"):
+                row.verdict = Verdict.UNSUPPORTED
+    lines = printed(found)
+    assert "not exercised groups, transfer" in lines
+    assert not any(line.startswith(("groups ", "transfer ")) for line in lines)
+
+
+def test_verbose_prints_every_requirement() -> None:
+    found = collector(verbose=True)
+    judged(found)
+    assert any(line.split()[:3] == ["save.owned", "MUST", "PASS"] for line in printed(found))
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_one_root_cause_fits_a_screen(width: int) -> None:
+    found = collector()
+    judged(found, LOAD, SAVE, NULL)
+    lines = printed(found, width)
+    assert len(lines) <= (60 if width == 80 else 55), "\n".join(lines)
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    assert (
+        "1. save.owned: a save read too late. 2 consequences: load.position,"
+        " compose.null-effect (blocked)"
+    ) in text
+    titles = [line for line in lines if line.startswith("── ")]
+    assert [title.split()[1:3] for title in titles] == [["1.", "save.owned"]]
+    assert "follows load.position: the load" in text and "a wrong guess" not in text
+
+
+def test_verbose_shows_all_of_a_consequence_and_names_its_root() -> None:
+    found = collector(verbose=True)
+    judged(found, LOAD, SAVE, NULL)
+    lines = printed(found)
+    assert any(line.startswith("── load.position, a consequence of save.owned ─") for line in lines)
+    assert "a wrong guess" in " ".join(lines)
+
+
+def test_further_root_causes_are_folded_to_what_differs() -> None:
+    found = collector()
+    judged(found, SAVE, failure("stats.fresh", "kept; twice"))
+    lines = printed(found)
+    start = next(n for n, line in enumerate(lines) if line.startswith("── 2. stats.fresh ─"))
+    names = [line.split()[0] for line in lines[start + 1 :] if line[:1].strip()]
+    assert names[:4] == ["found", "where", "also", "reproduce"]
+    assert "kept; twice" in lines[start + 1]
+
+
+def test_advice_alone_is_one_line_below_the_areas() -> None:
+    found = collector()
+    judged(found, failure("save.as-plain", "less came back; of all"))
+    lines = printed(found)
+    assert "1. save.as-plain: less came back. [recommended only; it counts with --strict]" in lines
+    assert not any(line.startswith("── ") for line in lines)
+    assert any(line.startswith("load ") for line in lines) and len(lines) <= 40
+
+
+def test_a_broken_guarantee_has_a_section_of_its_own() -> None:
+    found = collector()
+    judged(found, failure("engine.relays-reports", "a report was lost"))
+    lines = printed(found)
+    assert any(line.startswith("── 1. engine.relays-reports ─") for line in lines)
+    assert "[the engine's, not the connector's fault]" in " ".join(" ".join(lines).split())
