@@ -375,6 +375,8 @@ class Case(Model):
             add.arg.max_tokens > 1 for add in self.steps if add.op == "add" and add.arg.hand_over
         ):
             found.append("longer-offer")
+        if any(step.op == "restart" and getattr(step.arg, "model", None) for step in self.steps):
+            found.append("other-model")
         found.extend(step.op for step in self.steps if step.op in situations())
         return list(dict.fromkeys(found))
 

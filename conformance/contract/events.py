@@ -329,7 +329,7 @@ _kind(
     "stats.taken",
     "hooks",
     "half:str empty:bool kept:bool merge:str? encode:str? rebuilt:bool rebuild:str? observe:str? "
-    "lost:str? cleared:bool",
+    "lost:str? cleared:bool?",
     "Statistics were collected; merge, encode, rebuild, observe = what went wrong when they "
     "were merged, encoded, rebuilt, and observed as metrics. lost = what is less after they were "
     "merged with a copy; cleared = empty after reset.",

@@ -310,7 +310,7 @@ def _stats(e: Event) -> str:
         problems.append("they are the same object as last time")
     if e["lost"]:
         problems.append(f"merged with a copy of themselves, {e['lost']}")
-    if not e["cleared"]:
+    if e["cleared"] is False:
         problems.append("they are not empty after their reset")
     text = "; ".join(problems)
     if not problems:

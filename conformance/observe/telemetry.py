@@ -13,11 +13,12 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from numbers import Number, Real
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -125,40 +126,41 @@ class HashBook:
                 yield key
 
 
-class _Metric:
-    """Stand-in for a Prometheus metric that checks names, labels and values like a real one."""
+class Metrics:
+    """A connector's metrics, made of Prometheus' own classes in a registry of their own."""
 
-    names: ClassVar[set[str]] = set()
-    """Names of the metrics of one front end."""
-    moved: ClassVar[list[str]] = []
-    """Names of those that were given a value, a name for each time."""
+    def __init__(self, build: Callable[..., Any], config: Any) -> None:
+        self._registry = CollectorRegistry()
+        kinds = {kind: self._registered(kind) for kind in (Gauge, Counter, Histogram)}
+        made = build(config, kinds, ["model_name", "engine"], {0: ["tiny", "0"]})
+        self._made = made
+        self.exist = made is not None
+        self.moved = 0
+        """How many observations have changed a value."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        name = str(kwargs.get("name", args[0] if args else None))
-        if name in self.names:
-            raise ValueError(f"there is a metric {name} already")
-        self.names.add(name)
-        self._name = name
-        self._labels = tuple(kwargs.get("labelnames") or (args[2] if len(args) > 2 else ()))
+    def _registered(self, kind: type[Any]) -> type[Any]:
+        registry = self._registry
 
-    def labels(self, *values: Any, **named: Any) -> _Metric:
-        if len(values) + len(named) != len(self._labels):
-            raise ValueError(
-                f"{len(values) + len(named)} label values for {len(self._labels)} labels"
-            )
-        return self
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            kind.__init__(self, *args, **{**kwargs, "registry": registry})
 
-    def inc(self, amount: float = 1, *args: Any, **kwargs: Any) -> None:
-        if amount < 0:
-            raise ValueError("a counter cannot fall")
-        if amount:
-            self.moved.append(self._name)
+        return type(kind.__name__, (kind,), {"__init__": __init__})
 
-    def observe(self, amount: float, *args: Any, **kwargs: Any) -> None:
-        float(amount)
-        self.moved.append(self._name)
+    def observe(self, data: dict[str, Any]) -> None:
+        """Show the metrics what the connector has sent. Raises what they raise."""
+        if not self.exist:
+            return
+        before = self._values()
+        self._made.observe(data, 0)
+        self.moved += self._values() != before
 
-    set = observe
+    def _values(self) -> list[tuple[str, str, float]]:
+        return [
+            (sample.name, str(sorted(sample.labels.items())), sample.value)
+            for metric in self._registry.collect()
+            for sample in metric.samples
+            if sample.value and not sample.name.endswith("_created")
+        ]
 
 
 _engines: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
@@ -180,10 +182,8 @@ class Telemetry:
         """The events of the last call, kept alive so that they can be compared by identity."""
         self.last: dict[str, Any] = {}
         """The statistics that each half returned last."""
-        self.metrics: Any = None
-        """The connector's metrics; False if it has none, None before the first statistics."""
-        self.moved: list[str] = []
-        """Names of the metrics that were given a value."""
+        self.metrics: Metrics | None = None
+        """The connector's metrics; None before the first statistics."""
         self.returned = self.filled = 0
         """How many statistics were returned, and how many of them were not empty."""
         self.first = not any(event["kind"] == "request.new" for event in trace.events)
@@ -330,7 +330,7 @@ class Telemetry:
             rebuild=build_problem,
             observe=observe_problem,
             lost=merged.lost if merged else None,
-            cleared=not merged or merged.cleared,
+            cleared=merged.cleared if merged else None,
         )
 
     def _total(self, call: Call) -> None:
@@ -341,8 +341,8 @@ class Telemetry:
             "stats.total",
             returned=self.returned,
             filled=self.filled,
-            metrics=bool(self.metrics),
-            moved=len(self.moved),
+            metrics=self.metrics is not None and self.metrics.exist,
+            moved=self.metrics.moved if self.metrics else 0,
             loaded=self._loads() if self._alone() else 0,
         )
         self.returned = 0
@@ -355,14 +355,8 @@ class Telemetry:
 
     def _observe(self, connector: Any, data: dict[str, Any]) -> None:
         if self.metrics is None:
-            own = type("Metric", (_Metric,), {"names": set(), "moved": self.moved})
-            kinds = dict.fromkeys((Gauge, Counter, Histogram), own)
-            made = type(connector).build_prom_metrics(
-                self.config, kinds, ["model_name", "engine"], {0: ["tiny", "0"]}
-            )
-            self.metrics = made or False
-        if self.metrics:
-            self.metrics.observe(data, 0)
+            self.metrics = Metrics(type(connector).build_prom_metrics, self.config)
+        self.metrics.observe(data)
 
     # -- handshake
     def _handshake(self, call: Call) -> None:
@@ -408,7 +402,7 @@ def _logged(value: Any) -> bool:
     """
     if isinstance(value, Mapping):
         return all(map(_logged, value.values()))
-    return isinstance(value, (int, float, str))
+    return isinstance(value, (Number, str))
 
 
 @dataclass(frozen=True)
@@ -417,11 +411,11 @@ class _Merged:
 
     - `lost`: what reduce returns less than half of, compared with what it returned before; None if
       nothing is lost.
-    - `cleared`: whether they are empty after reset.
+    - `cleared`: whether they are empty after reset; None for empty ones, which vLLM drops.
     """
 
-    lost: str | None
-    cleared: bool
+    lost: str | None = None
+    cleared: bool | None = None
 
 
 def _merge(stats: Any) -> _Merged:
@@ -430,19 +424,21 @@ def _merge(stats: Any) -> _Merged:
     TypeError if a method returns another type than the next step needs; ValueError if the merged
     statistics are empty.
     """
-    before = copy.deepcopy(stats).reduce()
     filled = not stats.is_empty()
+    before = copy.deepcopy(stats).reduce() if filled else {}
     merged = stats.aggregate(copy.deepcopy(stats))
     if not isinstance(merged, KVConnectorStats):
         raise TypeError(f"aggregate returns {type(merged).__name__}")
+    if not filled:
+        return _Merged()
+    if merged.is_empty():
+        raise ValueError("what was merged is empty")
     after = dict(merged.reduce())
     if not all(_logged(value) for value in after.values()):
         raise TypeError("reduce does not return numbers")
-    if merged.is_empty() and filled:
-        raise ValueError("what was merged is empty")
     lost = next(_lost(before, after), None)
-    merged.reset()
-    return _Merged(lost, merged.is_empty())
+    _, problem = _try(merged.reset)
+    return _Merged(lost, problem is None and merged.is_empty())
 
 
 def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
@@ -455,8 +451,8 @@ def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
         now = after.get(name)
         if isinstance(value, Mapping):
             yield from _lost(value, now if isinstance(now, Mapping) else {})
-        elif isinstance(value, (int, float)) and value > 0:
-            if not isinstance(now, (int, float)):
+        elif isinstance(value, Real) and value > 0:
+            if not isinstance(now, Real):
                 yield f"{name} is gone"
             elif now < value / 2:
                 yield f"{name} was {value}, and is {now}"
@@ -477,7 +473,9 @@ def _build(connector: Any, stats: Any, data: dict[str, Any]) -> bool:
         return False
     if rebuilt.is_empty() != stats.is_empty():
         raise ValueError("what was rebuilt is not what was sent")
-    rebuilt.aggregate(type(connector).build_kv_connector_stats(data)).reduce()
+    merged = rebuilt.aggregate(type(connector).build_kv_connector_stats(data))
+    if not merged.is_empty():
+        merged.reduce()
     return True
 
 

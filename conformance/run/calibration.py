@@ -163,8 +163,10 @@ def profile_of(target: Target, tmp: Path) -> Profile:
             doubts["persistent"] = doubt
     if sources.get("saves") == "declared" and "chunk_tokens" not in caps:
         chunk = _large_chunk(calibration)
-        if chunk:
+        if chunk and calibration.came_back(_shorter(chunk), LONG[0])[0] > 0:
             learn("chunk_tokens", chunk)
+        elif chunk and "best_effort" not in caps:
+            learn("best_effort", True)  # short prompts are not worth storing to it
     for name in CAPABILITIES:
         sources.setdefault(name, "default")
     if sources["chunk_tokens"] == "declared":
@@ -253,6 +255,12 @@ def _children_keep_hybrid(target: Target, tmp: Path) -> bool:
         "asked",
     )
     return keeps_hybrid(config)
+
+
+def _shorter(chunk: int) -> Plain:
+    """Return a plain repeat of a prompt that is little longer than a chunk."""
+    length = chunk + LONG[0] + 1
+    return Plain(length, 1, length, length)
 
 
 LONG = (16, 500)

@@ -37,14 +37,21 @@ def run(settings: Settings) -> int:
     Raises KvconformError if the run could not start or could not be completed.
     """
     controller = Controller(settings, make_console(), quiet_workers=not settings.debug)
-    before = signal.signal(signal.SIGTERM, _interrupt)
+
+    def interrupt(*_: object) -> None:
+        """Report the results so far, and clean up; once the verdict is known, only end."""
+        if controller.exit_code is None:
+            raise KeyboardInterrupt
+
+    before = {each: signal.signal(each, interrupt) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
         with hermetic(settings.debug, "xdist.plugin,kvconform.session.plugin"):
             status = int(
                 pytest.main(_arguments(settings, controller), plugins=[_Preset(controller)])
             )
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
         controller.clean_up()
     if controller.problem is not None:
         raise controller.problem
@@ -53,11 +60,6 @@ def run(settings: Settings) -> int:
             f"pytest ended with status {status} before anything was run (--debug shows its output)"
         )
     return controller.exit_code
-
-
-def _interrupt(*_: object) -> None:
-    """Handle SIGTERM like Ctrl-C: report the results so far, and clean up."""
-    raise KeyboardInterrupt
 
 
 def _arguments(settings: Settings, controller: Controller) -> list[str]:

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import Gauge
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 
 from kvconform.compat import vllm_api
 from kvconform.kv.provenance import Identity
 from kvconform.observe import static_checks
 from kvconform.observe.static_checks import bound, inspect_class
-from kvconform.observe.telemetry import HashBook, _build, _merge, _Metric, _shape
+from kvconform.observe.telemetry import HashBook, Metrics, _build, _merge, _shape
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.telemetry import ReferenceStats
 
@@ -110,20 +111,51 @@ def test_statistics_go_through_what_the_engine_does_to_them() -> None:
         _build(connector, ReferenceStats({"n": 1}), {})
 
 
-def test_the_stand_in_for_metrics_refuses_what_a_metric_refuses() -> None:
-    kind: type[_Metric] = type("Metric", (_Metric,), {"names": set(), "moved": []})
-    metric = kind("name", "text", ["engine"])
-    metric.labels("0").inc(2)
-    with pytest.raises(ValueError, match="already"):
-        kind("name", "another text", ["engine"])
-    with pytest.raises(ValueError, match="label"):
-        metric.labels("0", "1")
-    with pytest.raises(ValueError, match="fall"):
-        metric.inc(-1)
-    metric.inc(0)
-    assert kind.moved == ["name"]
-    metric.observe(0)
-    assert kind.moved == ["name", "name"]
+class _Observes:
+    """Metrics with a counter and a gauge, fed by name."""
+
+    def __init__(self, config: Any, kinds: Any, labels: list[str], values: Any) -> None:
+        made = {kind.__name__: made(kind.__name__, "text", labels) for kind, made in kinds.items()}
+        self.metrics = {name: metric.labels(*values[0]) for name, metric in made.items()}
+
+    def observe(self, data: dict[str, Any], engine: int = 0) -> None:
+        for call, amount in data.items():
+            name, method = call.split(".")
+            getattr(self.metrics[name], method)(*amount)
+
+
+def test_metrics_are_those_of_prometheus() -> None:
+    metrics = Metrics(_Observes, None)
+    metrics.observe({})
+    metrics.observe({"Counter.inc": [0]})
+    assert metrics.moved == 0
+    metrics.observe({"Counter.inc": [2], "Gauge.dec": [1]})
+    metrics.observe({"Gauge.inc": [-1]})
+    metrics.observe({"Histogram.observe": [0]})
+    assert metrics.moved == 3
+    with pytest.raises(ValueError, match="non-negative"):
+        metrics.observe({"Counter.inc": [-1]})
+    with pytest.raises(ValueError, match="Duplicated"):
+        Metrics(lambda config, kinds, *args: [kinds[Gauge]("a", "b") for _ in "xy"], None)
+    assert Metrics(_Observes, None).moved == 0, "each has a registry of its own"
+
+
+def test_a_connector_without_metrics() -> None:
+    metrics = Metrics(lambda *args: None, None)
+    metrics.observe({"n": 1})
+    assert not metrics.exist and metrics.moved == 0
+
+
+def test_empty_statistics_are_not_reduced() -> None:
+    class Mean(ReferenceStats):
+        def aggregate(self, other: Any) -> Mean:
+            return Mean(dict(super().aggregate(other).data))
+
+        def reduce(self) -> dict[str, int | float]:
+            return {"mean": sum(self.data.values()) / len(self.data)}
+
+    assert _merge(Mean({})).cleared is None
+    assert _merge(Mean({"n": 1})).lost is None
 
 
 def test_what_vllm_refuses() -> None:

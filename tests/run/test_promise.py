@@ -258,6 +258,20 @@ def test_large_chunks_are_found_where_only_the_saves_are_declared(
     )
 
 
+class MinPrompt(Undeclared):
+    """Stores only long prompts, block by block."""
+
+    def _worth_saving(self, request: Any, end: int) -> int:
+        return super()._worth_saving(request, end) if request.num_prompt_tokens >= 200 else 0
+
+
+def test_who_leaves_short_prompts_out_has_no_large_chunks(tmp_path: Path) -> None:
+    options = {"store": "{tmp}"}
+    profile = learned(MinPrompt, tmp_path, options, store=True, saves="prompt", async_load=False)
+    assert profile.sources["chunk_tokens"] == "default"
+    assert (profile.caps["best_effort"], profile.sources["best_effort"]) == (True, "inferred")
+
+
 def test_impossible_declarations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         learned(Undeclared, tmp_path, saves="everything")

@@ -84,6 +84,8 @@ def serve(connection: Connection, job: Job, spec: Spec) -> None:
     watchdog.start(job.hook_timeout, job.scratch / "note")
     try:
         _prepare(job)
+        # A mutant may take the name of an option for the path of its file.
+        os.chdir(job.scratch)
         with ExitStack() as stack:
             targets: dict[str, Target] = {}
             try:
