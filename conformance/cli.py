@@ -8,8 +8,10 @@ It must not load vLLM or torch: the commands import what they need when they are
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -20,6 +22,9 @@ from kvconform.init.command import command as init
 from kvconform.report.ci.command import command as ci
 from kvconform.report.compare.command import command as compare
 from kvconform.snapshots.command import app as snapshot
+
+if TYPE_CHECKING:
+    from kvconform.config.settings import Settings
 
 app = typer.Typer(
     add_completion=False,
@@ -158,10 +163,35 @@ def run(
         bool | None,
         option("--debug", help="show tracebacks and pytest's own output, keep temporary files"),
     ] = None,
+    no_server: Annotated[
+        bool,
+        option("--no-server", help="do not use the server that kvconform watch has started"),
+    ] = False,
 ) -> None:
     """Judge a connector; without an argument, the reference connector."""
-    from kvconform.config import settings
+    settings = _settings(**{name: value for name, value in locals().items() if name != "no_server"})
+    if not no_server:
+        from kvconform.watch import client
+
+        code = client.run_if_warm(settings)
+        if code is not None:
+            raise typer.Exit(code)
     from kvconform.session import launch
+
+    raise typer.Exit(launch.run(settings))
+
+
+def _settings(
+    *,
+    connector: Text,
+    option_connector: Text,
+    extra_config: Text,
+    select: Texts,
+    config: Text,
+    **options: Any,
+) -> Settings:
+    """Return the settings for the options of `run`. BadParameter for options that contradict."""
+    from kvconform.config import settings
 
     if connector and option_connector:
         raise typer.BadParameter("name the connector once")
@@ -169,46 +199,60 @@ def run(
     if select and not selected:
         raise typer.BadParameter("-k names nothing")
     extra = None if extra_config is None else settings.parse_extra_config(extra_config)
+    repeated = ("adapters", "cases", "pythonpath")
     given: dict[str, Any] = {
+        **options,
         "connector": connector or option_connector,
         "extra_config": extra,
-        "device": device,
-        "emulate_cuda": emulate_cuda,
-        "adapters": adapters or None,
-        "slow": slow,
-        "engine": engine,
-        "seeds": seeds,
-        "scheduling": scheduling,
         "select": selected or None,
-        "cases": cases or None,
-        "shard": shard,
-        "profile": profile,
-        "report_dir": report_dir,
-        "strict": strict,
-        "workers": workers,
-        "seed": seed,
-        "trace": trace,
-        "role": role,
-        "half": half,
-        "hook_timeout": hook_timeout,
-        "pythonpath": pythonpath or None,
-        "verbose": verbose,
-        "full": full,
-        "debug": debug,
+        **{name: options[name] or None for name in repeated},
     }
     again = {
         "--extra-config": extra_config,
-        "--profile": profile,
-        "--role": role,
-        "--half": half,
+        "--profile": options["profile"],
+        "--role": options["role"],
+        "--half": options["half"],
         "--config": config,
-        "--device": device,
+        "--device": options["device"],
+        "--emulate-cuda": options["emulate_cuda"],
+        "--adapter": options["adapters"],
+        "--case": options["cases"],
+        "--pythonpath": options["pythonpath"],
     }
-    repeated = {"--adapter": adapters, "--case": cases, "--pythonpath": pythonpath}
-    given["arguments"] = settings.as_arguments(
-        {**again, "--emulate-cuda": emulate_cuda, **repeated}
-    )
-    raise typer.Exit(launch.run(settings.load(given, file=config)))
+    given["arguments"] = settings.as_arguments(again)
+    return settings.load(given, file=config)
+
+
+def _with_options_of_run(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of `run`, but --no-server and --debug, before the function's own."""
+    theirs = inspect.signature(run, eval_str=True).parameters.values()
+    own = inspect.signature(function, eval_str=True).parameters.values()
+    parameters = [
+        *(each for each in theirs if each.name not in ("no_server", "debug")),
+        *(each for each in own if each.kind is not each.VAR_KEYWORD),
+    ]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {each.name: each.annotation for each in parameters}
+    return function
+
+
+@app.command()
+@_with_options_of_run
+def watch(
+    once: Annotated[bool, option("--once", help="judge once, and exit like run")] = False,
+    **options: Any,
+) -> None:
+    """Judge a connector again whenever its source changes, until Ctrl-C.
+
+    A server that has imported vLLM makes the runs; it ends after 15 minutes without any.
+    """
+    settings = _settings(**options, debug=None)
+    from kvconform.report.terminal import make_console
+    from kvconform.watch import loop
+
+    if once:
+        raise typer.Exit(loop.once(settings, lambda sentence: typer.echo(sentence, err=True)))
+    raise typer.Exit(loop.watch(settings, make_console()))
 
 
 app.command()(explore)

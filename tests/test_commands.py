@@ -173,5 +173,5 @@ def test_every_option_is_a_setting() -> None:
 
     from kvconform.config.settings import Settings
 
-    own = {"connector", "option_connector", "config"}
+    own = {"connector", "option_connector", "config", "no_server"}
     assert set(inspect.signature(cli.run).parameters) - own <= set(Settings.model_fields)

@@ -164,6 +164,8 @@ def load_spec(
     `root` defaults to the specification of this distribution. `live`: for engine live, whose cases
     are the scenarios. Raises SpecError, and UsageError for a case's file that cannot be read.
     """
+    if _preloaded is not None and root is None and not cases and not live:
+        return _preloaded
     base: Traversable = importlib.resources.files("kvconform.spec") if root is None else root
     loader = _Loader(Cache(enabled=cache))
     # First, because cases name situations: a broken file would be one problem per case.
@@ -204,6 +206,18 @@ def load_spec(
     if live:
         loader.spec.cases = dict(loader.spec.scenarios)  # type: ignore[arg-type]
     return loader.spec
+
+
+_preloaded: Spec | None = None
+
+
+def preload() -> None:
+    """Load this distribution's specification once for this process and those that it forks.
+
+    They share the object, so it is for processes that make one run and end.
+    """
+    global _preloaded
+    _preloaded = load_spec()
 
 
 def _is_workloads(name: str) -> bool:

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from kvconform.run.records import Progress, Run
 
 HASH_SEED = "4242"
-_BEFORE = frozenset(threading.enumerate())
+_before = frozenset(threading.enumerate())
+_process = os.getpid()
 """Threads that existed before any connector."""
 LIMIT = 120.0
 HOOKS = 6
@@ -54,6 +55,17 @@ class ElsewhereError(RuntimeError):
     """A failure of the other process; the text says which."""
 
 
+def remember_threads() -> None:
+    """In a process that was forked since, take the present threads for those before any connector.
+
+    It has other threads than its parent had when this module was imported. Only the first call in a
+    process counts; call it before the connector is imported.
+    """
+    global _before, _process
+    if _process != os.getpid():
+        _before, _process = frozenset(threading.enumerate()), os.getpid()
+
+
 def left_behind() -> list[str]:
     """Return the names of the threads that connectors have left in this process.
 
@@ -61,7 +73,7 @@ def left_behind() -> list[str]:
     starts a process like that. Threads of native libraries are not visible.
     """
     # In a forked process the main thread is the one that forked.
-    known = {*_BEFORE, threading.main_thread()}
+    known = {*_before, threading.main_thread()}
     return sorted(
         each.name
         for each in threading.enumerate()

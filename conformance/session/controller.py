@@ -13,7 +13,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from kvconform.report.collector import Collector
 from kvconform.report.html import page
 from kvconform.report.jsonl import FooterLine, HeaderLine
 from kvconform.report.progress import Progress
+from kvconform.run.lines import Lines
 from kvconform.session import crash
 from kvconform.session.worker import RUNNER, SPENT, START
 
@@ -44,6 +45,10 @@ STARTS = 3
 """The run is aborted at this number of worker deaths before any case, or of worker failures."""
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+
+
+Listener = Callable[[CaseReport, Lines, float], None]
+"""Function that gets the result of each run, the lines that it executed, and its seconds."""
 
 
 class Controller:
@@ -54,11 +59,23 @@ class Controller:
     """
 
     def __init__(
-        self, settings: Settings, console: Console, *, quiet_workers: bool = False
+        self,
+        settings: Settings,
+        console: Console,
+        *,
+        quiet_workers: bool = False,
+        first: Sequence[str] = (),
+        traced: Sequence[str] = (),
+        untraced: Sequence[str] = (),
+        listener: Listener | None = None,
     ) -> None:
         self.settings = settings
         self.console = console
         self.quiet_workers = quiet_workers
+        self.first = list(first)
+        self.traced = list(traced)
+        self.untraced = list(untraced)
+        self.listener = listener
         self.vllm, self.warnings = check_vllm()
         self.warnings += lacking(settings.catalogue)
         check_connector_name(settings.connector, settings.pythonpath)
@@ -129,7 +146,7 @@ class Controller:
         found = CaseReport.from_dict(json.loads(text))
         if found.abort is not None:
             self._trouble(*found.abort)
-        self._take(found)
+        self._take(found, getattr(report, "kvconform_lines", {}), report.duration)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
@@ -214,7 +231,15 @@ class Controller:
         logs = str(self.folder / "logs") if self.quiet_workers else None
         settings = self.settings.model_dump(mode="json")
         return json.dumps(
-            {"settings": settings, "vllm": self.vllm, "scratch": str(self.scratch), "logs": logs}
+            {
+                "settings": settings,
+                "vllm": self.vllm,
+                "scratch": str(self.scratch),
+                "logs": logs,
+                "first": self.first,
+                "traced": self.traced,
+                "untraced": self.untraced,
+            }
         )
 
     def _died_at_start(self, note: Note, sentence: str) -> None:
@@ -243,7 +268,7 @@ class Controller:
         self.problem = error
         pytest.exit(error.message, returncode=error.code)
 
-    def _take(self, found: CaseReport) -> None:
+    def _take(self, found: CaseReport, lines: Lines | None = None, seconds: float = 0.0) -> None:
         """Write the results of a run to the report, and update the progress display."""
         self._ran_something = True
         assert self._stream is not None
@@ -251,6 +276,8 @@ class Controller:
         judged = [] if self.settings.full else jsonl.judged_of(self.collector)
         self._stream.write(jsonl.lines_of(found, judged=judged))
         self.progress.done(found.variant, found.rows)
+        if self.listener is not None:
+            self.listener(found, lines or {}, seconds)
 
     def header(self) -> HeaderLine:
         """Return the report's first line, with what is known so far."""

@@ -7,18 +7,20 @@ Other installed plugins, and pytest settings of the working directory, have no e
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem
 from kvconform.report.terminal import make_console
-from kvconform.session.controller import Controller
+from kvconform.session.controller import Controller, Listener
 from kvconform.session.plugin import PRESET
 
 
@@ -31,12 +33,33 @@ class _Preset:
         self.controller = controller
 
 
-def run(settings: Settings) -> int:
+def run(
+    settings: Settings,
+    *,
+    first: Sequence[str] = (),
+    traced: Sequence[str] = (),
+    untraced: Sequence[str] = (),
+    listener: Listener | None = None,
+    quiet: bool = False,
+) -> int:
     """Judge the connector of `settings`, and return the exit code.
+
+    `first`: ids of runs that are made before the others. `traced`: folders; the lines that a run
+    executes in files below them are recorded, except in the runs `untraced`. `listener` gets each
+    result as it comes. `quiet`: print nothing. None of these changes the reports.
 
     Raises KvconformError if the run could not start or could not be completed.
     """
-    controller = Controller(settings, make_console(), quiet_workers=not settings.debug)
+    console = Console(file=io.StringIO()) if quiet else make_console()
+    controller = Controller(
+        settings,
+        console,
+        quiet_workers=not settings.debug,
+        first=first,
+        traced=traced,
+        untraced=untraced,
+        listener=listener,
+    )
 
     def interrupt(*_: object) -> None:
         """Report the results so far, and clean up; once the verdict is known, only end."""
@@ -88,6 +111,8 @@ def _arguments(settings: Settings, controller: Controller) -> list[str]:
         "-ojunit_suite_name=kvconform",
         # Otherwise a replaced worker has an entry without a name.
         "-ojunit_duration_report=call",
+        # A worker's runs come in pieces; small ones keep the order in which they are wanted.
+        *(["--maxschedchunk=1"] if controller.first else []),
     ]
 
 

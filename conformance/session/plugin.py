@@ -120,7 +120,14 @@ def pytest_configure(config: pytest.Config) -> None:
     name = getattr(config, "workerinput", {}).get("workerid", MAIN)
     logs = Path(data["logs"]) if data["logs"] else None
     worker = Worker(
-        Settings.model_validate(data["settings"]), data["vllm"], Path(data["scratch"]), name, logs
+        Settings.model_validate(data["settings"]),
+        data["vllm"],
+        Path(data["scratch"]),
+        name,
+        logs,
+        first=data["first"],
+        traced=data["traced"],
+        untraced=data["untraced"],
     )
     config.pluginmanager.register(worker, WORKER)
 

@@ -17,7 +17,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.UsageError(
             "name the connector: pytest --pyargs kvconform --connector package.module:Class"
         )
-    variants = worker.selection.variants
+    variants = worker.ordered()
     metafunc.parametrize("variant", variants, ids=[variant.id for variant in variants])
 
 

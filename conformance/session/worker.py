@@ -15,6 +15,8 @@ import shutil
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import pytest
 
 from kvconform.config.selection import Selection, select
 from kvconform.config.settings import Settings
+from kvconform.contract.case import Variant
 from kvconform.errors import KvconformError
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.judge.verdict import rows_for
@@ -32,6 +35,7 @@ from kvconform.process.servers import Servers
 from kvconform.report import timeline
 from kvconform.report.ci.annotation import places_of
 from kvconform.report.html.story import story_of
+from kvconform.run.lines import FilesBelow, Lines, Recorder, by_file
 
 
 def settle_in(
@@ -93,10 +97,20 @@ class Worker:
     """State of one worker process, registered as a pytest plugin.
 
     `logs`: directory of the log that receives the output of the process; None to leave it alone.
+    `first`, `traced` and `untraced`: as for `launch.run`.
     """
 
     def __init__(
-        self, settings: Settings, vllm: str, scratch: Path, name: str, logs: Path | None
+        self,
+        settings: Settings,
+        vllm: str,
+        scratch: Path,
+        name: str,
+        logs: Path | None,
+        *,
+        first: Sequence[str] = (),
+        traced: Sequence[str] = (),
+        untraced: Sequence[str] = (),
     ) -> None:
         self.scratch = scratch
         self.name = name
@@ -117,11 +131,25 @@ class Worker:
         os.environ.update(self._folders)
         self.spec = spec_for(settings)
         self.selection: Selection = select(self.spec, settings, vllm)
+        self._first = {name: position for position, name in enumerate(first)}
+        self._recorder = Recorder(FilesBelow(traced)) if traced else None
+        self._untraced = frozenset(untraced)
         self._judge: Any = None
         self._refused: str | None = None
         self._target: Any = None
         self._places: dict[str, str] = {}
         self._number = 0
+
+    def lines(self) -> Lines:
+        """Return the lines of the traced files that were executed since the last call."""
+        return by_file(self._recorder.taken()) if self._recorder is not None else {}
+
+    def ordered(self) -> list[Variant]:
+        """Return the selected variants in the order in which they are run."""
+        last = len(self._first)
+        return sorted(
+            self.selection.variants, key=lambda variant: self._first.get(variant.id, last)
+        )
 
     def pytest_sessionstart(self) -> None:
         """Start the watchdog."""
@@ -140,6 +168,8 @@ class Worker:
         report = yield
         if report.when == "call" and PAYLOAD in item.stash:
             report.kvconform = item.stash[PAYLOAD]
+            if self._recorder is not None:
+                report.kvconform_lines = self.lines()
         return report
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -156,8 +186,18 @@ class Worker:
             os._exit(0)
         return done
 
-    def run(self, item: pytest.Item, variant: Any) -> None:
-        """Run a variant, and fail the item if a row is ERROR, or is FAIL and counts."""
+    def judge(self, variant: Variant) -> str:
+        """Run and judge a variant; return its report as JSON text.
+
+        Whatever goes wrong is in the report. Only KeyboardInterrupt and GeneratorExit are raised.
+        """
+        return self._judged(variant)[1]
+
+    def _judged(self, variant: Variant) -> tuple[CaseReport, str, str]:
+        """Run and judge a variant.
+
+        Returns the report, its JSON text, and what --debug shows of an error.
+        """
         self._number += 1
         tmp = self.scratch / f"{self.name}-{self._number}"
         details = None
@@ -176,9 +216,13 @@ class Worker:
             if not self.settings.debug:
                 shutil.rmtree(tmp, ignore_errors=True)
         text = json.dumps(report.to_dict(), ensure_ascii=False)
-        item.stash[PAYLOAD] = normalised(text, tmp)
+        return report, normalised(text, tmp), details or ""
+
+    def run(self, item: pytest.Item, variant: Variant) -> None:
+        """Run a variant, and fail the item if a row is ERROR, or is FAIL and counts."""
+        report, item.stash[PAYLOAD], details = self._judged(variant)
         if report.abort is not None:
-            pytest.fail(f"{details or ''}{report.abort[1]}", pytrace=False)  # --debug shows it
+            pytest.fail(f"{details}{report.abort[1]}", pytrace=False)  # --debug shows it
         for row in report.rows:  # junit.xml shows what does not fail the test
             if row.verdict is Verdict.FAIL and not row.gating and row.kind == "requirement":
                 kind = "risk" if row.risk else "recommendation"
@@ -238,7 +282,10 @@ class Worker:
         limit = LIVE_LIMIT
         if variant.engine != "live":
             limit = watchdog.case_limit(self.settings.hook_timeout)
-        with watchdog.case(variant.id, limit):
+        recording: AbstractContextManager[None] = nullcontext()
+        if self._recorder is not None and variant.id not in self._untraced:
+            recording = self._recorder.recording()
+        with watchdog.case(variant.id, limit), recording:
             report: CaseReport = self._judge(
                 variant,
                 self._target,

@@ -19,7 +19,6 @@ from typing import Any
 from kvconform.config.settings import Settings
 from kvconform.config.target import Target
 from kvconform.contract.loader import Spec
-from kvconform.dev.mutants.lines import Recorder
 from kvconform.dev.mutants.loading import forget, install_everywhere
 from kvconform.dev.mutants.mutation import Mutation
 from kvconform.dev.mutants.subject import Run
@@ -27,6 +26,7 @@ from kvconform.errors import UsageError
 from kvconform.judge.records import CaseReport, Verdict
 from kvconform.process import watchdog
 from kvconform.process.supervisor import dies_with_parent
+from kvconform.run.lines import Recorder
 from kvconform.run.runs import PlainRuns
 from kvconform.session.worker import START_LIMIT, settle_in
 
@@ -154,7 +154,7 @@ def _mutant(connection: Connection, job: Job, spec: Spec, targets: Mapping[str, 
 
 def _original(connection: Connection, job: Job, spec: Spec, targets: Mapping[str, Target]) -> None:
     modules = {file: module for module, file in job.files.items()}
-    recorder = Recorder(modules)
+    recorder = Recorder(modules.keys())
     for number, run in enumerate(job.runs):
         start = time.perf_counter()
         with watchdog.case(run.id, 600.0), recorder.recording():

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvconform.dev.mutants import timing
-from kvconform.dev.mutants.lines import Recorder
 from kvconform.dev.mutants.loading import forget, install_everywhere
+from kvconform.run.lines import Recorder
 
 SOURCE = "def value():\n    return 1\n"
 

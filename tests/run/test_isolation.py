@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of which threads count as left behind by a connector."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from multiprocessing.connection import Connection
+
+from kvconform.run import isolation
+
+
+def _in_fork(connection: Connection) -> None:
+    over = threading.Event()
+
+    def start(name: str) -> None:
+        threading.Thread(target=over.wait, name=name, daemon=True).start()
+
+    start("harness")
+    before = isolation.left_behind()
+    isolation.remember_threads()
+    remembered = isolation.left_behind()
+    start("connector")
+    isolation.remember_threads()  # not the first time, so it changes nothing
+    connection.send((before, remembered, isolation.left_behind()))
+    over.set()
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_in_fork, args=(theirs,))
+    process.start()
+    assert ours.recv() == (["harness"], [], ["connector"])
+    process.join()
+
+
+def test_in_the_process_of_the_import_nothing_changes() -> None:
+    over = threading.Event()
+    threading.Thread(target=over.wait, name="connector", daemon=True).start()
+    isolation.remember_threads()
+    assert "connector" in isolation.left_behind()
+    over.set()

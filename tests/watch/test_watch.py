@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test of `kvconform watch`: a connector is broken, mended and deleted while it is watched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import warm_rig
+from kvconform.config.settings import Settings
+from kvconform.errors import UsageError
+from kvconform.watch.sources import source_of
+from warm_rig import RIGHT, RUN, WRONG
+
+
+@pytest.mark.e2e
+def test_watching() -> None:
+    with warm_rig.project() as project:
+        command = [sys.executable, "-m", "kvconform", "watch", *project.options()]
+        process = subprocess.Popen(
+            command,
+            cwd=project.folder,
+            env={**os.environ, **project.environment, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        lines: list[str] = []
+        assert process.stdout is not None
+        stream = process.stdout
+        reader = threading.Thread(target=lambda: lines.extend(stream), daemon=True)
+        reader.start()
+
+        def screen() -> list[str]:
+            """Return the lines of the next judgement that came to its end."""
+            warm_rig.wait_for(lambda: any("Ctrl-C ends" in line for line in lines), 120)
+            end = next(n for n, line in enumerate(lines) if "Ctrl-C ends" in line) + 1
+            found = lines[:end]
+            del lines[:end]
+            return found
+
+        try:
+            assert any(line.startswith("CONFORMANT ") for line in screen())
+            project.file.write_text(WRONG)
+            shown = "".join(screen())
+            assert "changed: mine.py" in shown
+            assert "newly fails" in shown and "NOT CONFORMANT" in shown
+            project.file.write_text(WRONG + "\n")
+            shown = "".join(screen())
+            assert f"fails         {RUN}: " in shown
+            assert "still fails" in shown and "newly" not in shown
+            project.file.write_text("def (")
+            assert "cannot be imported: SyntaxError" in "".join(screen())
+            project.file.unlink()
+            assert "mine" in "".join(screen())
+            project.file.write_text(RIGHT)
+            shown = "".join(screen())
+            assert f"passes now    {RUN}" in shown
+            assert "newly passes" in shown and "newly fails" not in shown
+        finally:
+            process.send_signal(signal.SIGINT)
+            code = process.wait(30)
+        reader.join(5)
+        assert code == 0
+        assert lines[-1:] == ["ended\n"]
+
+
+def test_where_the_source_of_a_connector_lies(tmp_path: Path) -> None:
+    (tmp_path / "package" / "inner").mkdir(parents=True)
+    (tmp_path / "package" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (tmp_path / "alone.py").write_text("raise RuntimeError('imported')\n")
+
+    def of(connector: str) -> tuple[str, bool]:
+        found = source_of(Settings(connector=connector, pythonpath=[str(tmp_path)]))
+        return found.folder.name, found.deep
+
+    assert of("package.inner.module:Conn") == ("package", True)
+    assert of("alone:Conn") == (tmp_path.name, False)
+    assert of("kvconform.refimpl.connector:ReferenceConnector") == ("refimpl", False)
+    with pytest.raises(UsageError, match="no source"):
+        of("no_such_package:Conn")
