@@ -58,7 +58,7 @@ def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (
             ("explain", "hook.terminate"),
             (
-                "there is no requirement, case or defect 'hook.terminate'; "
+                "there is no requirement, case, defect, rule or bug 'hook.terminate'; "
                 "did you mean hook.terminates"
             ),
         ),
