@@ -25,7 +25,7 @@ import pytest
 from kvconform.config.selection import Selection, select
 from kvconform.config.settings import Settings
 from kvconform.contract.case import Variant
-from kvconform.errors import KvconformError
+from kvconform.errors import KvconformError, UsageError
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.judge.verdict import rows_for
 from kvconform.live.baseline import FOLDER as PLAINS
@@ -268,6 +268,9 @@ class Worker:
 
             self._target = smoke.target_of(self.settings)
             self._refused = smoke.check(self._target, tmp, limit, engine=self.settings.engine)
+            inspected = any(each.case.inspect for each in self.selection.variants)
+            if self._refused is not None and not inspected:
+                raise UsageError(self._refused)  # no case that was selected would say it
             if self._target.connector is not None:
                 self._places = places_of(self._target.resolve(), Path.cwd())
         from kvconform.run.case import run_and_judge

@@ -52,6 +52,13 @@ def test_cannot_be_judged(tmp_path: Path, connector: str, sentence: str) -> None
     assert "Traceback" not in done.stdout
 
 
+def test_a_class_that_vllm_refuses_is_named_for_any_selection(tmp_path: Path) -> None:
+    refused = "vLLM refuses to construct two_arguments:Connector (requirement api.constructor)"
+    done = kvconform(tmp_path, "two_arguments:Connector", "-k", "lifecycle.hook-order")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith(f"kvconform: {refused}")
+
+
 def test_what_a_connector_logs_is_not_kept_alive(tmp_path: Path) -> None:
     """LMCache logs time-outs like this; pytest kept the records, and so the requests."""
     done = kvconform(tmp_path, "logs_errors:Connector", "-k", "lifecycle.hook-order")
