@@ -451,10 +451,10 @@ def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
         now = after.get(name)
         if isinstance(value, Mapping):
             yield from _lost(value, now if isinstance(now, Mapping) else {})
-        elif isinstance(value, Real) and value > 0:
+        elif isinstance(value, Real) and float(value) > 0:
             if not isinstance(now, Real):
                 yield f"{name} is gone"
-            elif now < value / 2:
+            elif float(now) < float(value) / 2:
                 yield f"{name} was {value}, and is {now}"
 
 
