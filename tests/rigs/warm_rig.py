@@ -75,7 +75,10 @@ class Project:
 def project() -> Iterator[Project]:
     """Yield a project whose servers are no one else's; end them afterwards."""
     # Not pytest's own directory: the path of a socket must be short.
-    with tempfile.TemporaryDirectory(prefix="kvw-") as name, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvw-", dir="/tmp") as name,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         runtime, folder = Path(name) / "run", Path(name) / "mine"
         runtime.mkdir(mode=0o700)
         folder.mkdir()

@@ -18,7 +18,7 @@ from kvconform.watch import place, wire
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     # Not pytest's own directory: the path of a socket must be short.
-    with tempfile.TemporaryDirectory(prefix="kvw-") as name:
+    with tempfile.TemporaryDirectory(prefix="kvw-", dir="/tmp") as name:
         monkeypatch.setenv("XDG_RUNTIME_DIR", name)
         yield Path(name)
 

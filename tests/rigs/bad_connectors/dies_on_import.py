@@ -3,4 +3,9 @@
 
 import os
 
+
+class C:
+    """Defined, and of no use."""
+
+
 os._exit(9)

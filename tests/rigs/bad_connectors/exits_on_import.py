@@ -3,4 +3,9 @@
 
 import sys
 
+
+class C:
+    """Defined, and of no use."""
+
+
 sys.exit(0)
