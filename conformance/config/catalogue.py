@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvconform import connectors
+from kvconform.compat.factory import installed_names
 from kvconform.errors import UsageError, did_you_mean
 
 PREFIX = "catalogue:"
@@ -168,30 +169,19 @@ def _check_registered(name: str) -> None:
 
     Plugins of vLLM may register others, so nothing is known where some are installed.
     """
-    found = importlib.util.find_spec("vllm")
     plugins = [
         each
         for each in entry_points(group="vllm.general_plugins")
         if not each.value.startswith(("vllm.", "kvconform."))
     ]
-    if found is None or found.origin is None or plugins:
+    if plugins:
         return
-    factory = Path(found.origin).parent / "distributed/kv_transfer/kv_connector/factory.py"
     try:
-        tree = ast.parse(factory.read_text(encoding="utf-8"))
+        known = installed_names()
     except (OSError, SyntaxError):
         return
-    known = [
-        str(node.args[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "register_connector"
-        and node.args
-        and isinstance(node.args[0], ast.Constant)
-    ]
     if known and name not in known:
-        close = did_you_mean(name, known) or f"; it knows {', '.join(sorted(known))}"
+        close = did_you_mean(name, known) or f"; it knows {', '.join(known)}"
         raise UsageError(
             f"vLLM knows no connector named {name!r}: give it as package.module:Class{close}"
         )

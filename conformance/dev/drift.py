@@ -258,6 +258,7 @@ def drift(spec: Spec) -> Drift:
     Requirements that are not in force in its version do not count. EnvironmentProblem if vLLM is
     not installed.
     """
+    from kvconform.compat.factory import installed_names
     from kvconform.dev import coverage, registered
 
     found = Drift(_version())
@@ -280,7 +281,7 @@ def drift(spec: Spec) -> Drift:
     found.untouched = [
         row.item for row in coverage.table(spec) if not row.requirements and row.not_read is None
     ]
-    found.unjudged = registered.unjudged(registered.installed_names())
+    found.unjudged = registered.unjudged(installed_names())
     return found
 
 

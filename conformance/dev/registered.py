@@ -10,7 +10,6 @@ their reasons. Nothing here imports vLLM.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import sys
@@ -22,13 +21,12 @@ from typing import TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from kvconform.compat import installed
+from kvconform.compat.factory import FACTORY, installed_names, names_in
 from kvconform.config import catalogue
 from kvconform.contract.requirement import Model, Source, Version, version_key
 from kvconform.contract.yaml12 import parse
 from kvconform.errors import KvconformError, UsageError
 
-FACTORY = "distributed/kv_transfer/kv_connector/factory.py"
-REGISTER = "register_connector"
 RECORD = "registered.yaml"
 EXEMPT = "exempt.yaml"
 HEAD = """\
@@ -101,25 +99,6 @@ def unjudged(names: Iterable[str], exemptions: Mapping[str, Exempt] | None = Non
     """Return the names that are neither judged nor exempt, sorted."""
     left_out = exempt() if exemptions is None else exemptions
     return sorted(set(names) - judged().keys() - left_out.keys())
-
-
-def names_in(factory: str) -> list[str]:
-    """Return the names that the text of vLLM's factory.py registers, sorted."""
-    calls = (node for node in ast.walk(ast.parse(factory)) if isinstance(node, ast.Call))
-    return sorted(
-        first.value
-        for call in calls
-        if isinstance(call.func, ast.Attribute) and call.func.attr == REGISTER and call.args
-        if isinstance(first := call.args[0], ast.Constant) and isinstance(first.value, str)
-    )
-
-
-def installed_names() -> list[str]:
-    """Return the names that the installed vLLM registers; none if it is not installed."""
-    root = installed.vllm_root()
-    if root is None or not (root / FACTORY).is_file():
-        return []
-    return names_in((root / FACTORY).read_text(encoding="utf-8"))
 
 
 def _of_wheel(path: Path) -> Registered:

@@ -116,6 +116,11 @@ class Row:
     type: Literal["row"] = "row"
 
     @property
+    def accuses(self) -> bool:
+        """Whether the connector fails a requirement that counts."""
+        return self.verdict is Verdict.FAIL and self.gating and self.kind == "requirement"
+
+    @property
     def run(self) -> str:
         """Id of the run that the row is about."""
         return variant_id(

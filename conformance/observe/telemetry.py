@@ -132,11 +132,15 @@ class Metrics:
     def __init__(self, build: Callable[..., Any], config: Any) -> None:
         self._registry = CollectorRegistry()
         kinds = {kind: self._registered(kind) for kind in (Gauge, Counter, Histogram)}
-        made = build(config, kinds, ["model_name", "engine"], {0: ["tiny", "0"]})
-        self._made = made
-        self.exist = made is not None
+        self._made = build(config, kinds, ["model_name", "engine"], {0: ["tiny", "0"]})
+        self._last = self._values()
         self.moved = 0
         """How many observations have changed a value."""
+
+    @property
+    def exist(self) -> bool:
+        """Whether the connector has metrics."""
+        return self._made is not None
 
     def _registered(self, kind: type[Any]) -> type[Any]:
         registry = self._registry
@@ -150,9 +154,10 @@ class Metrics:
         """Show the metrics what the connector has sent. Raises what they raise."""
         if not self.exist:
             return
-        before = self._values()
         self._made.observe(data, 0)
-        self.moved += self._values() != before
+        values = self._values()
+        self.moved += values != self._last
+        self._last = values
 
     def _values(self) -> list[tuple[str, str, float]]:
         return [

@@ -8,7 +8,7 @@ positions in the header's list of requirements; `rows_of` returns the rows again
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,6 +17,11 @@ from kvconform.judge.records import MUST, Row, Verdict
 
 SILENT = (Verdict.NOT_EXERCISED, Verdict.UNSUPPORTED, Verdict.UNOBSERVABLE)
 """Verdicts of rows in which nothing was judged."""
+
+OF_RUN = ("case", "engine", "scheduling", "runner", "depth", "block_size", "slow", "beyond")
+"""Fields that all rows of a run share."""
+_OWN = {Verdict.PASS: "exercised", **dict.fromkeys(SILENT, "message")}
+"""The field that a line keeps for each requirement, by verdict; other verdicts are findings."""
 
 Judged = tuple[str, str, str]
 """Id, kind and level of a requirement."""
@@ -52,15 +57,13 @@ def line_for(rows: Sequence[Row], judged: Sequence[Judged]) -> tuple[RunLine | N
     passed: list[tuple[int, int]] = []
     silent: dict[tuple[Verdict, str | None], list[int]] = {}
     rest: list[Row] = []
-    strict = any(row.gating and row.level not in MUST for row in rows) or any(
-        row.gating and row.beyond for row in rows
-    )
+    strict = any(row.gating and (row.level not in MUST or row.beyond) for row in rows)
     for row in rows:
         number, kind, level = position.get(row.requirement, (-1, "", ""))
         if line is None:
-            line = _empty(row, strict=strict)
-        compact = row.verdict in (Verdict.PASS, *SILENT)
-        if not compact or row != _row(line, (row.requirement, kind, level), row.verdict, row):
+            line = RunLine(strict=strict, **{name: getattr(row, name) for name in OF_RUN})
+        own = {_OWN[row.verdict]: getattr(row, _OWN[row.verdict])} if row.verdict in _OWN else {}
+        if not own or row != _row(line, (row.requirement, kind, level), row.verdict, **own):
             rest.append(row)
         elif row.verdict is Verdict.PASS:
             passed.append((number, row.exercised))
@@ -72,51 +75,25 @@ def line_for(rows: Sequence[Row], judged: Sequence[Judged]) -> tuple[RunLine | N
     return line.model_copy(update={"passed": passed, "silent": listed}), rest
 
 
-def _empty(row: Row, *, strict: bool) -> RunLine:
-    return RunLine(
-        case=row.case,
-        engine=row.engine,
-        scheduling=row.scheduling,
-        runner=row.runner,
-        depth=row.depth,
-        block_size=row.block_size,
-        slow=row.slow,
-        beyond=row.beyond,
-        strict=strict,
-    )
-
-
-def _row(line: RunLine, requirement: Judged, verdict: Verdict, like: Row | None = None) -> Row:
-    """Return a row of a line; `like` has what the line says about this requirement alone."""
+def _row(line: RunLine, requirement: Judged, verdict: Verdict, **own: Any) -> Row:
+    """Return a row of a line; `own` is what the line says about this requirement alone."""
     name, kind, level = requirement
     counts = line.strict or (level in MUST and not line.beyond)
     return Row(
         requirement=name,
-        case=line.case,
-        engine=line.engine,
-        scheduling=line.scheduling,
-        runner=line.runner,
-        depth=line.depth,
-        block_size=line.block_size,
         verdict=verdict,
-        slow=line.slow,
         kind="guarantee" if kind == "guarantee" else "requirement",
         level=level,
         gating=kind == "requirement" and counts,
-        beyond=line.beyond,
-        exercised=like.exercised if like is not None and verdict is Verdict.PASS else 0,
-        message=like.message if like is not None and verdict is not Verdict.PASS else None,
+        **{name: getattr(line, name) for name in OF_RUN},
+        **own,
     )
 
 
 def rows_of(line: RunLine, judged: Sequence[Judged]) -> Iterable[Row]:
     """Yield the rows of a line. IndexError if it does not belong to this list of requirements."""
     for number, exercised in line.passed:
-        row = _row(line, judged[number], Verdict.PASS)
-        row.exercised = exercised
-        yield row
+        yield _row(line, judged[number], Verdict.PASS, exercised=exercised)
     for verdict, message, numbers in line.silent:
         for number in numbers:
-            row = _row(line, judged[number], verdict)
-            row.message = message
-            yield row
+            yield _row(line, judged[number], verdict, message=message)

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 
 HASH_SEED = "4242"
 _before = frozenset(threading.enumerate())
-_process = os.getpid()
 """Threads that existed before any connector."""
+_process = os.getpid()
+"""The process that `_before` is about."""
 LIMIT = 120.0
 HOOKS = 6
 """Time limit of a run in a fresh interpreter: LIMIT seconds, or HOOKS hooks at their limit.

@@ -4,12 +4,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvconform.run.lines import Lines
 from kvconform.watch.results import Result
 
 Texts = Mapping[str, Sequence[str]]
+
+
+def _changed(before: Texts, after: Texts) -> Iterator[tuple[str, difflib.SequenceMatcher[str]]]:
+    """Yield each file that is another in `after`, and what compares its two texts."""
+    for file, old in before.items():
+        new = after.get(file, ())
+        if old != new:
+            yield file, difflib.SequenceMatcher(None, old, new, autojunk=False)
 
 
 def changed_lines(before: Texts, after: Texts) -> Lines:
@@ -18,12 +26,8 @@ def changed_lines(before: Texts, after: Texts) -> Lines:
     For lines that were only added, these are the lines next to them.
     """
     found: Lines = {}
-    for file, old in before.items():
-        new = after.get(file, ())
-        if old == new:
-            continue
+    for file, matcher in _changed(before, after):
         lines: set[int] = set()
-        matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
         for what, first, last, _, _ in matcher.get_opcodes():
             if what == "insert":
                 lines |= {first, first + 1}
@@ -39,11 +43,7 @@ def move(results: Iterable[Result], before: Texts, after: Texts) -> None:
     Lines that were changed are dropped.
     """
     maps: dict[str, dict[int, int]] = {}
-    for file, old in before.items():
-        new = after.get(file, ())
-        if old == new:
-            continue
-        matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    for file, matcher in _changed(before, after):
         maps[file] = {
             block.a + offset + 1: block.b + offset + 1
             for block in matcher.get_matching_blocks()

@@ -30,7 +30,6 @@ def result_of(report: CaseReport, lines: Lines, seconds: float) -> dict[str, Any
     failed = {
         row.requirement: row.finding
         for row in report.rows
-        if row.verdict is Verdict.ERROR
-        or (row.verdict is Verdict.FAIL and row.gating and row.kind == "requirement")
+        if row.verdict is Verdict.ERROR or row.accuses
     }
     return asdict(Result(report.variant, failed, lines, seconds))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconform.compat import installed
+from kvconform.compat import factory, installed
 from kvconform.config import catalogue
 from kvconform.contract.loader import Spec
 from kvconform.contract.requirement import version_key
@@ -27,7 +27,7 @@ KVConnectorFactory.register_connector(
 
 def _wheel(path: Path, text: str = SOURCE) -> Path:
     with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr(f"vllm/{registered.FACTORY}", text)
+        wheel.writestr(f"vllm/{factory.FACTORY}", text)
     return path
 
 
@@ -48,7 +48,7 @@ def test_all_recorded_names_are_judged_or_exempt() -> None:
 
 @pytest.mark.skipif(not _current(), reason="needs a vLLM with a record, or a newer one")
 def test_all_names_of_the_installed_vllm_are_judged_or_exempt() -> None:
-    names = registered.installed_names()
+    names = factory.installed_names()
     assert "OffloadingConnector" in names
     assert not registered.unjudged(names), "an entry in connectors/, or in connectors/exempt.yaml"
 

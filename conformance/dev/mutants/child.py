@@ -23,7 +23,7 @@ from kvconform.dev.mutants.loading import forget, install_everywhere
 from kvconform.dev.mutants.mutation import Mutation
 from kvconform.dev.mutants.subject import Run
 from kvconform.errors import UsageError
-from kvconform.judge.records import CaseReport, Verdict
+from kvconform.judge.records import CaseReport
 from kvconform.process import watchdog
 from kvconform.process.supervisor import dies_with_parent
 from kvconform.run.lines import Recorder
@@ -195,11 +195,7 @@ def _judge(run: Run, target: Target, spec: Spec, job: Job, tmp: Path) -> CaseRep
 
 def failures(report: CaseReport) -> list[str]:
     """Return the requirements whose failure makes a connector NOT CONFORMANT."""
-    return [
-        row.requirement
-        for row in report.rows
-        if row.verdict is Verdict.FAIL and row.gating and row.kind == "requirement"
-    ]
+    return [row.requirement for row in report.rows if row.accuses]
 
 
 def _explore(connection: Connection, job: Job, spec: Spec, target: Target) -> None:
