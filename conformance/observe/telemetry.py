@@ -103,15 +103,15 @@ class HashBook:
             "distinct": distinct,
         }
 
-    def reach(self, request: Any, announced: dict[Any, int]) -> int:
+    def reach(self, request: Any, announced: dict[Any, int], covered: int = 0) -> int:
         """Return how many tokens from a request's start announced blocks cover without a gap.
 
-        `announced`: tokens of the announced block, by its hash.
+        `announced`: tokens of the announced block, by its hash. `covered`: tokens from the start
+        that need no announcement.
         """
-        covered = 0
         for number, key in enumerate(self.keys(request), 1):
             end = number * self.block_size
-            if key in announced and end - announced[key] <= covered:
+            if key in announced and end - announced[key] <= covered < end:
                 covered = end
         return covered
 
@@ -285,7 +285,8 @@ class Telemetry:
         size = self.book.block_size
         due = min(end, (request.num_tokens - 1) // size * size)
         missing = self.book.between(request, local + tokens, due)
-        expected_end = max(end, local)
+        # A chunk may be announced before the one in front of it, which the engine has itself.
+        expected_end = self.book.reach(request, self.stored, local)
         finds_more = expected_end < (local + tokens) // size * size
         untold: Iterable[Any] = ()
         if self._alone() and finds_more:

@@ -57,6 +57,9 @@ def test_announced_blocks_reach_as_far_as_there_is_no_gap() -> None:
     x, y, z = known.keys(asked)
     assert known.reach(asked, {x: 2, y: 2}) == 4 and known.reach(asked, {x: 2, z: 2}) == 2
     assert known.reach(asked, {y: 4}) == 4 and known.reach(asked, {y: 2}) == 0
+    # what the engine has itself needs no announcement
+    assert known.reach(asked, {y: 2}, 2) == 4 and known.reach(asked, {z: 2}, 2) == 2
+    assert known.reach(asked, {x: 2}, 4) == 4 and known.reach(asked, {y: 2, z: 2}, 3) == 6
     assert list(known.between(asked, 2, 4)) == [y] and list(known.between(asked, 2)) == [y, z]
     assert known.numbers([z, x]) == [0, 1] and known.numbers([x]) == [1]
 
