@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order of the tests."""
+"""Order of the tests, and what one leaves for the next."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 
@@ -12,3 +14,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     With several processes, a long test that starts late would be waited for.
     """
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_earlier_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the threads that earlier tests have left for those before any connector.
+
+    Otherwise every run that forks would begin in a fresh interpreter, which imports vLLM.
+    """
+    isolation = sys.modules.get("kvconform.run.isolation")
+    if isolation is not None:
+        monkeypatch.setattr(isolation, "_process", None)
+        isolation.remember_threads()

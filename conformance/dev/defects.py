@@ -19,7 +19,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -41,6 +40,7 @@ from kvconform.dev.defect import (
 )
 from kvconform.errors import UsageError, did_you_mean
 from kvconform.files import scratch_root
+from kvconform.process.forking import forked_after_import
 from kvconform.process.server import ServerSpec
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ def examine_apart(defect: Defect, spec: Spec, tmp: Path) -> Outcome:
     note = tmp / "note"
     result = tmp / "outcome.json"
     start = time.perf_counter()
-    child = get_context("spawn").Process(target=_examine_into, args=(defect.id, note, result))
+    child = forked_after_import().Process(target=_examine_into, args=(defect.id, note, result))
     child.start()
     child.join()
     if result.exists():
@@ -390,7 +390,7 @@ def named(ids: Iterable[str]) -> list[str]:
 
 def _outcomes(names: list[str], jobs: int) -> Iterator[Outcome]:
     """Yield the outcomes of the defects, then those of the control runs."""
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, forked_after_import()) as pool:
         planned = pool.submit(_plan_controls, names)
         outcomes = [pool.submit(examine_named, name) for name in names]
         outcomes += [pool.submit(_run_control, control) for control in planned.result()]

@@ -20,7 +20,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -29,6 +28,7 @@ from kvconform.dev.defects import specification
 from kvconform.explore.draw import drawn
 from kvconform.explore.workload import text_of
 from kvconform.files import scratch_root
+from kvconform.process.forking import forked_after_import
 
 HANGS = 30.0
 """Seconds after which a hook counts as one that never returns."""
@@ -194,7 +194,7 @@ def _results(
     `wanted` returns how many more batches are needed. When that is 0, the batches that are complete
     are still yielded, and the others are given up.
     """
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, forked_after_import()) as pool:
         waiting: deque[Future[Batch]] = deque()
         try:
             while (missing := wanted()) > 0:

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -28,6 +27,7 @@ from kvconform.dev.defect import Defect
 from kvconform.dev.defects import known_defects, served, specification, target_of
 from kvconform.explore.workload import Workload
 from kvconform.files import scratch_root
+from kvconform.process.forking import forked_after_import
 
 if TYPE_CHECKING:
     from kvconform.explore.outcome import Outcome
@@ -226,13 +226,14 @@ def _results(names: list[str], jobs: int, how: tuple[float, int, bool]) -> Itera
     Threads that one connector leaves behind must not affect the next search. The processes are
     forked from one that has imported vLLM.
     """
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["kvconform.run.case", "kvconform.explore.outcome"])
+    context = forked_after_import()
     with ThreadPoolExecutor(max(1, jobs)) as pool:
         yield from pool.map(lambda name: _apart(context, name, how), names)
 
 
-def _apart(context: ForkServerContext, name: str, how: tuple[float, int, bool]) -> Search:
+def _apart(
+    context: ForkServerContext | SpawnContext, name: str, how: tuple[float, int, bool]
+) -> Search:
     """Search in another process. If it dies, `process.died` is among the failures."""
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(theirs, name, how))

@@ -22,6 +22,7 @@ from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
 from kvconform.explore.outcome import DIED, Failure, Outcome, outcome
 from kvconform.explore.workload import Workload
 from kvconform.process import watchdog
+from kvconform.process.forking import forked_after_import
 from kvconform.session.worker import START_LIMIT, settle_in
 
 RESTARTS = 200
@@ -97,7 +98,9 @@ class Pool:
     def __init__(self, settings: Settings, scratch: Path, count: int) -> None:
         self.settings, self.scratch, self.count = settings, scratch, count
         self.deaths = 0
-        self._context = multiprocessing.get_context("spawn")
+        # A variable may change what importing vLLM does, and a GPU is not used by forked processes.
+        apart = bool(settings.env) or settings.device == "cuda"
+        self._context = multiprocessing.get_context("spawn") if apart else forked_after_import()
         self._workers: list[_Worker] = []
         self._started = 0
 
