@@ -4,8 +4,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from warm_rig import Warm
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -14,6 +19,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     With several processes, a long test that starts late would be waited for.
     """
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """A server that has vLLM imported, for tests of the whole program."""
+    import warm_rig
+
+    with warm_rig.warm() as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

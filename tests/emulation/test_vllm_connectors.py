@@ -23,7 +23,7 @@ from kvconform.emulation.stream import GenericStream
 from kvconform.emulation.vllm_on_cuda import Copies
 from kvconform.judge.records import CaseReport
 from kvconform.run.case import run_and_judge
-from program_rig import kvconform
+from warm_rig import Warm
 
 SPEC = load_spec()
 OFFLOADING = ("OffloadingConnector", {"cpu_bytes_to_use": 1_000_000})
@@ -136,10 +136,10 @@ def test_so_are_those_of_a_thread_that_does_not(
 
 
 @pytest.mark.e2e
-def test_the_whole_program_judges_one(tmp_path: Path) -> None:
+def test_the_whole_program_judges_one(tmp_path: Path, warm: Warm) -> None:
     device = ("--device", "cpu", "--emulate-cuda", "--engine", "vllm", "--workers", "1")
     extra = ("--extra-config", '{"cpu_bytes_to_use": 1000000}', "-k", "chunked.boundaries")
     options = (*device, *extra, "--report-dir", "report")
-    done = kvconform("run", "OffloadingConnector", *options, cwd=tmp_path)
+    done = warm.run("OffloadingConnector", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CONFORMANT in what was selected" in done.stdout

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,6 +36,7 @@ EXITS = """
         os.killpg(os.getpgrp(), signal.SIGKILL)
 """
 RIGHT = GOOD + HOOK
+NOTE = "kvconform: through the warm server (--no-server does without)\n"
 WRONG = RIGHT.replace("more = 0", "more = 4")
 
 
@@ -74,22 +76,57 @@ class Project:
 @contextlib.contextmanager
 def project() -> Iterator[Project]:
     """Yield a project whose servers are no one else's; end them afterwards."""
-    # Not pytest's own directory: the path of a socket must be short.
-    with (
-        tempfile.TemporaryDirectory(prefix="kvw-", dir="/tmp") as name,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        runtime, folder = Path(name) / "run", Path(name) / "mine"
-        runtime.mkdir(mode=0o700)
+    with _place() as runtime:
+        folder = runtime.with_name("mine")
         folder.mkdir()
-        patch.setenv("XDG_RUNTIME_DIR", str(runtime))
-        patch.setenv("KVCONFORM_SERVER_IDLE", "300")
         (folder / "mine.py").write_text(RIGHT)
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_RUNTIME_DIR", str(runtime))
+            patch.setenv("KVCONFORM_SERVER_IDLE", "300")
             yield Project(folder, {"XDG_RUNTIME_DIR": str(runtime)})
+
+
+@contextlib.contextmanager
+def _place() -> Iterator[Path]:
+    """Yield a directory for the sockets of servers; end the servers afterwards."""
+    # Not pytest's own directory: the path of a socket must be short.
+    with tempfile.TemporaryDirectory(prefix="kvw-", dir="/tmp") as name:
+        runtime = Path(name) / "run"
+        runtime.mkdir(mode=0o700)
+        try:
+            yield runtime
         finally:
             for each in servers(runtime):
                 os.kill(each.pid, signal.SIGKILL)
+
+
+@dataclass
+class Warm:
+    """A warm server for the end-to-end tests of this process; they run without importing vLLM."""
+
+    runtime: Path
+    started: bool = False
+
+    def run(self, *arguments: str, cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:
+        """Run `kvconform run` through the server; its note on standard error is taken off."""
+        environment = {"XDG_RUNTIME_DIR": str(self.runtime)}
+        if not self.started:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("XDG_RUNTIME_DIR", str(self.runtime))
+                client.start(Settings(), client.path_for(Settings()))
+            self.started = True
+        more["env"] = environment | (more.get("env") or {})
+        done = program_rig.kvconform("run", *arguments, cwd=cwd, **more)
+        assert done.stderr.startswith(NOTE), done.stderr
+        done.stderr = done.stderr.removeprefix(NOTE)
+        return done
+
+
+@contextlib.contextmanager
+def warm() -> Iterator[Warm]:
+    """Yield a server that starts when it is needed, and ends afterwards."""
+    with _place() as runtime:
+        yield Warm(runtime)
 
 
 def servers(runtime: Path) -> list[psutil.Process]:

@@ -19,6 +19,7 @@ import pytest
 
 from places import BAD_CONNECTORS
 from program_rig import Result, kvconform
+from warm_rig import Warm
 
 pytestmark = [
     pytest.mark.e2e,
@@ -56,13 +57,16 @@ class Reports:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Reports:
     folder = tmp_path_factory.mktemp("facts")
     source = shutil.copy(BAD_CONNECTORS / SOURCE, folder)
     (folder / "kvconform.toml").write_text(SETTINGS, encoding="utf-8")
 
-    def done(*arguments: str) -> Result:
-        made = kvconform(*arguments, cwd=folder, env={"GITHUB_STEP_SUMMARY": ""})
+    def done(command: str, *arguments: str) -> Result:
+        if command == "run":
+            made = warm.run(*arguments, cwd=folder)
+        else:
+            made = kvconform(command, *arguments, cwd=folder, env={"GITHUB_STEP_SUMMARY": ""})
         assert made.returncode == 1, made.stdout + made.stderr
         return Result(made, folder / arguments[-1])
 
