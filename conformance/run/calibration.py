@@ -173,9 +173,14 @@ def profile_of(target: Target, tmp: Path) -> Profile:
         evidence = _finer(calibration, int(caps["chunk_tokens"]))
         if evidence:
             doubts["chunk_tokens"] = f"but {evidence}"
-    full = complete(caps)
-    has_declared = sources["saves"] == "declared" and not full["best_effort"]
-    return Profile(full, sources, doubts, _promises(calibration, full, has_declared))
+    return _profile(complete(caps), sources, doubts, calibration)
+
+
+def _profile(
+    caps: dict[str, Any], sources: dict[str, str], doubts: dict[str, str], calibration: Calibration
+) -> Profile:
+    has_declared = sources["saves"] == "declared" and not caps["best_effort"]
+    return Profile(caps, sources, doubts, _promises(calibration, caps, has_declared))
 
 
 PAIR = {"kv_producer", "kv_consumer"}
@@ -351,6 +356,15 @@ def _busy(length: int, back: int, block: int) -> Crowd:
 
 
 _profiles: dict[str, Profile] = {}
+_assumed: dict[str, tuple[dict[str, Any], dict[str, str]]] = {}
+
+
+def assume(connector: str, caps: dict[str, Any], sources: dict[str, str]) -> None:
+    """Have this process take a connector's capabilities for these, and not calibrate.
+
+    For answers that a complete run checks. A profile that this process knows already stays.
+    """
+    _assumed[connector] = caps, sources
 
 
 def target_profile(target: Target, tmp: Path) -> Profile:
@@ -368,7 +382,11 @@ def target_profile(target: Target, tmp: Path) -> Profile:
     )
     if key not in _profiles:
         digest = hashlib.sha256(key.encode()).hexdigest()[:8]
-        _profiles[key] = profile_of(target, tmp / f"profile-{digest}")
+        folder = tmp / f"profile-{digest}"
+        if target.connector in _assumed:
+            _profiles[key] = _profile(*_assumed[target.connector], {}, Calibration(target, folder))
+        else:
+            _profiles[key] = profile_of(target, folder)
     return _profiles[key]
 
 

@@ -21,6 +21,8 @@ from kvconform.process.watchdog import START_SECONDS
 from kvconform.watch import place, wire
 from kvconform.watch.wire import Message
 
+Known = tuple[dict[str, Any], dict[str, str]]
+"""A connector's capabilities, and where each came from."""
 START_LIMIT = 600.0
 """Seconds that the server may take to import vLLM."""
 
@@ -141,6 +143,7 @@ def run(
     traced: Sequence[str] = (),
     untraced: Sequence[str] = (),
     only: Sequence[str] = (),
+    known: Known | None = None,
     scratch: Path | None = None,
     listener: Callable[[Message], None] | None = None,
     until: HasFileno | None = None,
@@ -150,8 +153,9 @@ def run(
 
     With a `listener`, nothing is printed: it gets the result of each run (`results.Result`).
     `first`, `traced` and `untraced` are those of `session.launch.run`. With `only`, just these runs
-    are made, in one process, whose files are below `scratch`, and there are no reports. `until`:
-    the run ends early when this is readable. `note` gets a sentence when the run begins.
+    are made, in one process, whose files are below `scratch`, and there are no reports; its
+    capabilities are those of `known`, if that is given. `until`: the run ends early when this is
+    readable. `note` gets a sentence when the run begins.
 
     Raises Gone and Stale if the run did not begin, Interrupted if it ended early, Died if its
     process ended before it was done, and KvconformError if it could not be completed.
@@ -163,6 +167,7 @@ def run(
         "traced": list(traced),
         "untraced": list(untraced),
         "only": list(only),
+        "known": known,
         "scratch": str(scratch),
     }
     sys.stdout.flush()

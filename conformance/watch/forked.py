@@ -42,6 +42,8 @@ def peek(
 ) -> None:
     """Make a few runs in this process, without reports: `only` names them.
 
+    With `known`, the connector's capabilities are those.
+
     Sends the result of each run, and at last that they are done; no more if the process dies.
     """
     with _for_client(message, fds, client) as last:
@@ -74,6 +76,7 @@ def _peeked(message: Message, client: socket.socket) -> Message:
     from kvconform.errors import KvconformError
     from kvconform.judge.records import CaseReport
     from kvconform.process import watchdog
+    from kvconform.run import calibration
     from kvconform.session.worker import Worker
     from kvconform.watch.results import result_of
 
@@ -83,6 +86,8 @@ def _peeked(message: Message, client: socket.socket) -> Message:
         worker = Worker(settings, check_vllm()[0], scratch, "peek", scratch)
     except KvconformError as error:
         return {"error": error.message, "exit": error.code}
+    if message["known"] is not None:
+        calibration.assume(settings.connector, *message["known"])
     variants = {variant.id: variant for variant in worker.selection.variants}
     worker.pytest_sessionstart()
     try:

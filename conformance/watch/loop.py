@@ -95,6 +95,7 @@ class Watcher:
         self._texts = sources.texts_of(self.source)
         self._results: dict[str, Result] = {}
         self._unknown: set[str] = set()  # runs whose lines may be others by now
+        self._known: client.Known | None = None
         self._failing = self._failed_before()
         self._judged = False
         self._ending: list[socket.socket] = []
@@ -142,6 +143,7 @@ class Watcher:
                         self._settings,
                         self._path,
                         only=[run for run in wanted if run not in answered],
+                        known=self._known,
                         scratch=scratch,
                         listener=listen,
                         until=changes,
@@ -181,7 +183,7 @@ class Watcher:
             )
         )
         report = jsonl.read(self._settings.report_dir)
-        before, self._failing = self._failing, failing(report)
+        before, self._failing = self._failing, self._noted(report)
         first = not self._judged
         self._judged = True
         self._screen.judged(
@@ -197,7 +199,14 @@ class Watcher:
             report = jsonl.read(self._settings.report_dir)
         except UsageError:
             return {}
-        return failing(report) if report.header.connector == self._settings.connector else {}
+        return self._noted(report) if report.header.connector == self._settings.connector else {}
+
+    def _noted(self, report: jsonl.Report) -> Failing:
+        """Return what failed in a report, and remember the connector's capabilities."""
+        header = report.header
+        if header.capabilities:
+            self._known = header.capabilities, header.capability_sources
+        return failing(report)
 
 
 def failing(report: jsonl.Report) -> Failing:

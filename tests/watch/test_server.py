@@ -20,6 +20,7 @@ import pytest
 
 import program_rig
 import warm_rig
+from kvconform.contract.capabilities import CAPABILITIES, complete
 from kvconform.errors import KvconformError
 from kvconform.watch import client
 from kvconform.watch.imported import Imported
@@ -45,15 +46,40 @@ def mine(warm: Project) -> Iterator[Project]:
     assert warm_rig.server_of(warm.settings) == before
 
 
-def ask(project: Project, tmp_path: Path) -> dict[str, Any]:
-    """Return what fails in RUN."""
+def ask(project: Project, tmp_path: Path, known: client.Known | None = None) -> dict[str, Any]:
+    """Return what fails in RUN; the capabilities are `known`, or found out."""
     found: list[Any] = []
     path = client.path_for(project.settings)
-    client.run(project.settings, path, only=[RUN], scratch=tmp_path, listener=found.append)
+    options: dict[str, Any] = {"known": known, "scratch": tmp_path, "listener": found.append}
+    client.run(project.settings, path, only=[RUN], **options)
     (result,) = found
     assert result["variant"] == RUN
     failed: dict[str, Any] = result["failed"]
     return failed
+
+
+def test_capabilities_that_are_known_are_not_found_out(mine: Project, tmp_path: Path) -> None:
+    built = mine.folder / "built"
+    counts = f"""
+    def __init__(self, *args):
+        super().__init__(*args)
+        with open({str(built)!r}, "a") as file:
+            file.write("x")
+"""
+
+    def asked(name: str, known: client.Known | None = None) -> tuple[dict[str, Any], int]:
+        built.write_text("")
+        failed = ask(mine, tmp_path / name, known)
+        return failed, len(built.read_text())
+
+    mine.file.write_text(WRONG + counts)
+    failed, number = asked("found")
+    assert {"lookup.truth", "lookup.last-token"} <= set(failed)
+    sources = dict.fromkeys(CAPABILITIES, "inferred")
+    known = complete({"store": True, "saves": "all"}), sources
+    again, fewer = asked("known", known)
+    assert again == failed
+    assert 0 < fewer < number
 
 
 def reports(folder: Path) -> dict[str, bytes | dict[str, Any]]:
