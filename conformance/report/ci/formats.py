@@ -11,11 +11,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from kvconform.judge.aggregate import WORST_FIRST
 from kvconform.report import pages
 from kvconform.report.ci.annotation import Annotation
 from kvconform.report.compare import changes
 from kvconform.report.compare.changes import Comparison
-from kvconform.report.html.page import SHOWN
 from kvconform.report.jsonl import Report
 
 LONGEST = 3000
@@ -84,7 +84,7 @@ def markdown(report: Report, found: Sequence[Annotation], comparison: Comparison
             )
         lines.append("")
     counts = Counter(row.verdict for row in report.rows.values())
-    numbers = [f"{counts[name]} {name.lower().replace('_', ' ')}" for name in SHOWN if counts[name]]
+    numbers = [f"{counts[name]} {name.lower().replace('_', ' ')}" for name in WORST_FIRST if counts[name]]
     lines += [", ".join(numbers), ""]
     if comparison is not None:
         lines += [
