@@ -190,7 +190,7 @@ class Drawing {
       for (let i = 1; i < corners.length - 1; i++) g.arcTo(...corners[i], ...corners[i + 1], 3);
       g.lineTo(x2, y2 - 3);
     };
-    path(); g.strokeStyle = this.paper; g.lineWidth = 4; g.stroke();
+    path(); g.strokeStyle = this.paper; g.lineWidth = 3; g.stroke();
     path(); g.strokeStyle = this.fail; g.lineWidth = 1.75; g.stroke();
     g.fillStyle = this.fail; g.beginPath(); g.arc(x1, y1, 3, 0, 7); g.fill();
     g.beginPath(); g.moveTo(x2, y2 + 1); g.lineTo(x2 - 4, y2 - 6); g.lineTo(x2 + 4, y2 - 6); g.fill();
