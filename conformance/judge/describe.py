@@ -578,13 +578,18 @@ _BY_TABLE = {
 }
 
 
+def kv_found(found: str) -> str:
+    """Return in words what wrong bytes are; `found` is a field of kv.wrong."""
+    return _FOUND.get(found, found.replace("_", " "))
+
+
 def headline(event: Event, requirement: str, side: str | None) -> str | None:
     """Return in a few words what broke a requirement; None where the sentence is short enough.
 
     `side`: where wrong bytes went wrong, if it is known (kvconform.judge.backtrace).
     """
     if event["kind"] == "kv.wrong":
-        what = _FOUND.get(event["found"], event["found"].replace("_", " "))
+        what = kv_found(event["found"])
         if side is not None:
             return f"{_BY_TABLE[side]} {what}"
         if requirement.startswith("save."):

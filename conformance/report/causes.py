@@ -97,6 +97,20 @@ def _earlier_first(requirements: Iterable[str], rows: Sequence[Row]) -> list[str
     return sorted(order, key=stages.__getitem__)
 
 
+def headline(row: Row) -> str:
+    """Return in one clause what was found; the message has all of it."""
+    return row.headline or (row.message or "it failed").partition("; ")[0].rstrip(".")
+
+
+def caveat(row: Row) -> str:
+    """Return what a failure is if it is no violation of a MUST by the connector; else nothing."""
+    if row.kind == "guarantee":
+        return "the engine's, not the connector's fault"
+    if row.risk:
+        return "risk: this vLLM does not bring it about; it counts with --strict"
+    return "" if row.gating else "recommended only; it counts with --strict"
+
+
 def usual_causes(row: Row, wrong: str) -> str:
     """Return those of a requirement's usual causes (`wrong`) that the failure leaves possible.
 

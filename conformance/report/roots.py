@@ -8,10 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
+from operator import attrgetter
 
 from kvconform.judge.records import Row, Verdict
 from kvconform.report.causes import by_cause
 from kvconform.report.stage import Stage, stage
+
+
+class Weight(IntEnum):
+    """What a root cause weighs: the heaviest come first, and the first is shown at length."""
+
+    COUNTS = 0
+    ENGINE = 1
+    RISK = 2
+    ADVICE = 3
 
 
 @dataclass
@@ -35,6 +46,15 @@ class Root:
     def counts(self) -> bool:
         """Whether this or a consequence of it counts against the connector."""
         return any(group[0].gating for group in (self.group, *self.consequences))
+
+    @property
+    def weight(self) -> Weight:
+        """Whether it counts; if it does not, what it is instead."""
+        if self.counts:
+            return Weight.COUNTS
+        if self.row.kind == "guarantee":
+            return Weight.ENGINE
+        return Weight.RISK if self.row.risk else Weight.ADVICE
 
     @property
     def number(self) -> int:
@@ -67,16 +87,7 @@ def roots(rows: Sequence[Row]) -> list[Root]:
         because = home.get((row.blocked_by or "", row.run))
         if because is not None and row.requirement not in because.blocked:
             because.blocked.append(row.requirement)
-    return sorted(found, key=_importance)
-
-
-def _importance(root: Root) -> int:
-    """Return the rank of a root cause among others, of which the first is shown at length."""
-    if root.counts:
-        return 0
-    if root.row.kind == "guarantee":
-        return 1
-    return 2 if root.row.risk else 3
+    return sorted(found, key=attrgetter("weight"))
 
 
 def _explained_by(group: Sequence[Row], known: Sequence[Root]) -> Root | None:

@@ -14,6 +14,8 @@ from kvconform.report.causes import (
     NO_VLLM,
     PROCESS_RULE,
     beyond,
+    caveat,
+    headline,
     other_runs,
     reproduction_words,
     usual_causes,
@@ -61,28 +63,16 @@ def print_failures(
 def _overview(console: Console, number: int, root: Root) -> None:
     """Print the line of a root cause: what it is, and what follows from it."""
     first = root.row
-    text = f"{first.requirement}: {_headline(first)}."
+    text = f"{first.requirement}: {headline(first)}."
     if number_of := root.number:
         failed = list(dict.fromkeys(group[0].requirement for group in root.consequences))
         names = [*failed, *(f"{name} (blocked)" for name in root.blocked)]
         text += f" {many(number_of, 'consequence')}: {', '.join(names)}"
     label = f"{number}. "
-    for line in wrapped(f"{text}{_kind(first)}", console.width, label, " " * len(label)):
+    if what := caveat(first):
+        text += f" [{what}]"
+    for line in wrapped(text, console.width, label, " " * len(label)):
         console.print(Text(line, style="bold"), soft_wrap=True)
-
-
-def _headline(row: Row) -> str:
-    """Return in one clause what was found; the section has all of it."""
-    return row.headline or (row.message or "it failed").partition("; ")[0].rstrip(".")
-
-
-def _kind(row: Row) -> str:
-    """Return what a failure is if it is no violation of a MUST, in brackets."""
-    if row.kind == "guarantee":
-        return " [the engine's, not the connector's fault]"
-    if row.risk:
-        return " [risk: this vLLM does not bring it about; it counts with --strict]"
-    return "" if row.gating else " [recommended only; it counts with --strict]"
 
 
 def _title(console: Console, row: Row, number: int | None, of: str | None) -> None:

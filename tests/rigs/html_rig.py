@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -62,16 +63,19 @@ def numbered(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def small() -> tuple[dict[str, Any], int]:
-    """Return the story, and the violation's seq, of two requests in six steps.
+    """Return the story, and the violation's seq, of three requests in six steps.
 
-    The second request loads what the first one's rejected drafts left.
+    Request b loads what request a computed; the lane of request c is between theirs.
     """
     events = numbered(
         [
-            event("run.start", 0, num_blocks=32, case=CASE.id),
+            event("run.start", 0, num_blocks=32, block_size=4, case=CASE.id),
             scheduled(1, "a", 0, 8, 8),
             event("kv.computed", 1, req="a", start=0, end=8),
             event("hook.called", 1, hook="wait_for_save", half="worker"),
+            scheduled(2, "a", 8, 1, 9),
+            scheduled(2, "c", 0, 4, 4),
+            scheduled(3, "c", 4, 1, 5),
             event("alloc", 3, req="b", external=8, blocks=[3, 4]),
             scheduled(3, "b", 8, 2, 10),
             event(
@@ -82,12 +86,15 @@ def small() -> tuple[dict[str, Any], int]:
                 count=4,
                 found="other_request",
                 origin="position 4 of request a",
+                origin_req="a",
+                origin_pos=4,
             ),
             event("req.state", 5, req="b", to="PREEMPTED", reason="no blocks"),
             event("step.scheduled", 6),
         ]
     )
-    return build(events, {NAMES[0]: 6}), 6
+    seq = next(one["seq"] for one in events if one["kind"] == "kv.wrong")
+    return build(events, {NAMES[0]: seq}), seq
 
 
 def many(requests: int, steps: int) -> tuple[dict[str, Any], int]:
@@ -119,16 +126,20 @@ def many(requests: int, steps: int) -> tuple[dict[str, Any], int]:
 
 
 def page_of(
-    folder: Path, *, failures: int, story: tuple[dict[str, Any], int] | None = None
+    folder: Path,
+    *,
+    failures: int,
+    story: tuple[dict[str, Any], int] | None = None,
+    first: Sequence[str] = (),
 ) -> Path:
-    """report.html with so many failures of one run."""
+    """report.html with so many failures of one run; `first` are requirements that fail first."""
     told, seq = story or small()
     settings = Settings(
         connector="pkg:Conn", engine="reference", scheduling="sync", select=[CASE.id]
     )
     collector = Collector(SPEC, settings, select(SPEC, settings, "0.32.0"), "0.32.0")
     (variant,) = collector.selection.variants
-    names = list(dict.fromkeys(NAMES))
+    names = list(dict.fromkeys([*first, *NAMES]))
     rows = rows_for(
         [SPEC.requirements[name] for name in names], variant, Verdict.PASS, "", strict=False
     )

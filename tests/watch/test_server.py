@@ -61,8 +61,8 @@ def ask(project: Project, tmp_path: Path, known: client.Known | None = None) -> 
 def test_capabilities_that_are_known_are_not_found_out(mine: Project, tmp_path: Path) -> None:
     built = mine.folder / "built"
     counts = f"""
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, vllm_config, role, kv_cache_config):
+        super().__init__(vllm_config, role, kv_cache_config)
         with open({str(built)!r}, "a") as file:
             file.write("x")
 """

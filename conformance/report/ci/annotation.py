@@ -15,6 +15,7 @@ from kvconform.contract.loader import Spec
 from kvconform.errors import Place
 from kvconform.judge.records import Row, Verdict
 from kvconform.judge.verdict import CRASH
+from kvconform.report.html.anchor import links
 from kvconform.report.jsonl import Key, Report
 
 CLASS = "class"
@@ -87,7 +88,8 @@ def in_checkout(file: Path, module: str, root: Path) -> Path | None:
 class Annotation:
     """A failure at a place. Without a place in the connector's source, `path` is None and `line` 0.
 
-    `run` is the first run that failed, `others` the number of further ones.
+    `run` is the first run that failed, `others` the number of further ones. `link` leads to the
+    failure in report.html; it is empty if the failure has no section there.
     """
 
     requirement: str
@@ -97,6 +99,7 @@ class Annotation:
     run: str
     others: int
     cause: str
+    link: str = ""
 
     @property
     def fingerprint(self) -> str:
@@ -112,6 +115,8 @@ def annotated(report: Report, spec: Spec, only: Collection[Key] | None = None) -
     """
     places = report.header.extra.get("places", {})
     wanted = report.against if only is None else only
+    # A run that was cut off has written no report.html.
+    known = links(report.rows.values()) if report.complete else {}
     groups: dict[tuple[str, tuple[str, ...]], list[Row]] = {}
     for key, row in report.rows.items():
         if key not in wanted:
@@ -122,7 +127,7 @@ def annotated(report: Report, spec: Spec, only: Collection[Key] | None = None) -
             group = (row.requirement, (str(row.verdict), *row.cause))
         groups.setdefault(group, []).append(row)
     return [
-        _annotation(requirement, cause, rows, places, spec)
+        _annotation(requirement, cause, rows, places, spec, known)
         for (requirement, cause), rows in groups.items()
     ]
 
@@ -133,6 +138,7 @@ def _annotation(
     rows: Sequence[Row],
     places: Mapping[str, str],
     spec: Spec,
+    sections: Mapping[Key, str],
 ) -> Annotation:
     first = rows[0]
     known = spec.requirements.get(requirement)
@@ -145,6 +151,7 @@ def _annotation(
         first.run,
         len({row.run for row in rows}) - 1,
         " ".join(cause),
+        sections.get((requirement, first.run), ""),
     )
 
 

@@ -11,11 +11,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from kvconform.judge.aggregate import WORST_FIRST
 from kvconform.report import pages
 from kvconform.report.ci.annotation import Annotation
 from kvconform.report.compare import changes
 from kvconform.report.compare.changes import Comparison
-from kvconform.report.html.page import SHOWN
 from kvconform.report.jsonl import Report
 
 LONGEST = 3000
@@ -31,8 +31,14 @@ def command(one: Annotation) -> str:
     more = f" (and in {one.others} more {runs})" if one.others else ""
     place = f"file={_property(one.path)},line={one.line}," if one.path else ""
     title = _property(f"kvconform: {one.requirement}")
-    message = f"{one.message}{more}: {one.run}"[:LONGEST]
+    section = _see(one)
+    message = f"{one.message}{more}: {one.run}"[: LONGEST - len(section)] + section
     return f"::error {place}title={title}::{_data(message)}"
+
+
+def _see(one: Annotation) -> str:
+    """Return the end of a message: where report.html has the failure."""
+    return f" ({one.link})" if one.link else ""
 
 
 def _data(text: str) -> str:
@@ -53,7 +59,7 @@ def code_quality(found: Iterable[Annotation]) -> str:
     """
     entries = [
         {
-            "description": f"{one.requirement}: {one.message} ({one.run})",
+            "description": f"{one.requirement}: {one.message} ({one.run}){_see(one)}",
             "check_name": f"kvconform/{one.requirement}",
             "fingerprint": one.fingerprint,
             "severity": "critical",
@@ -78,13 +84,16 @@ def markdown(report: Report, found: Sequence[Annotation], comparison: Comparison
         for one in found:
             more = f" and {one.others} more" if one.others else ""
             place = f"<br>{pages.code(f'{one.path}:{one.line}')}" if one.path else ""
-            where = f"{pages.code(one.run)}{more}{place}"
+            section = f"<br>{pages.code(one.link)}" if one.link else ""
+            where = f"{pages.code(one.run)}{more}{place}{section}"
             lines.append(
                 f"| {pages.code(one.requirement)} | {pages.plain(one.message)} | {where} |"
             )
         lines.append("")
     counts = Counter(row.verdict for row in report.rows.values())
-    numbers = [f"{counts[name]} {name.lower().replace('_', ' ')}" for name in SHOWN if counts[name]]
+    numbers = [
+        f"{counts[name]} {name.lower().replace('_', ' ')}" for name in WORST_FIRST if counts[name]
+    ]
     lines += [", ".join(numbers), ""]
     if comparison is not None:
         lines += [

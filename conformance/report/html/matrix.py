@@ -4,104 +4,84 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from kvconform.contract.loader import Spec
+from kvconform.judge.aggregate import WORST_FIRST
 from kvconform.judge.records import Row, Verdict
 
-ORDER = (
-    Verdict.FAIL,
-    Verdict.ERROR,
-    Verdict.XPASS,
-    Verdict.BLOCKED,
-    Verdict.XFAIL,
-    Verdict.PASS,
-    Verdict.DISABLED,
-    Verdict.NOT_EXERCISED,
-    Verdict.UNSUPPORTED,
-    Verdict.UNOBSERVABLE,
-)
-"""Verdicts by importance: a cell shows the first one that occurs."""
+Counts = list[tuple[Verdict, int]]
+"""Numbers by verdict, the worst verdict first, without zeros."""
 
 
-@dataclass
-class Cell:
-    """Counts of verdicts of one requirement on one engine with one scheduling."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def verdict(self) -> str:
-        """The most important verdict; empty if there is none."""
-        return next((str(one) for one in ORDER if self.counts[str(one)]), "")
-
-    @property
-    def words(self) -> str:
-        """Text of the cell, such as `3 fail of 12`."""
-        total = sum(self.counts.values())
-        if not total:
-            return ""
-        number = self.counts[self.verdict]
-        text = f"{number} {self.verdict.lower().replace('_', ' ')}"
-        return text if number == total else f"{text} of {total}"
+def counted(verdicts: Iterable[Verdict]) -> Counts:
+    """Return how often each verdict occurs."""
+    tally = Counter(verdicts)
+    return [(verdict, tally[verdict]) for verdict in WORST_FIRST if tally[verdict]]
 
 
-@dataclass
+@dataclass(frozen=True)
+class Column:
+    """An engine with one scheduling; `runs` is the number of runs."""
+
+    title: str
+    runs: int
+
+
+@dataclass(frozen=True)
 class Line:
-    """A requirement's row in the matrix."""
+    """A requirement's row in the matrix: in each cell, the number of runs by verdict."""
 
     requirement: str
     level: str
     kind: str
     text: str
-    cells: list[Cell]
+    cells: list[Counts]
 
     @property
-    def verdict(self) -> str:
-        """The most important verdict of all cells."""
-        return min(
-            (cell.verdict for cell in self.cells if cell.verdict),
-            key=lambda one: ORDER.index(Verdict(one)),
-            default="",
-        )
+    def verdict(self) -> Verdict:
+        """The worst verdict of all cells: the requirement's status in the other reports."""
+        worst = {counts[0][0] for counts in self.cells if counts}
+        return min(worst, key=WORST_FIRST.index)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Area:
-    """The matrix of one area. `columns` name engine and scheduling of each cell."""
+    """The matrix of one area."""
 
     name: str
-    columns: list[str]
+    columns: list[Column]
     lines: list[Line]
 
     @property
-    def failing(self) -> int:
-        """Number of requirements that fail somewhere."""
-        return sum(line.verdict == "FAIL" for line in self.lines)
+    def counts(self) -> Counts:
+        """Number of requirements by verdict."""
+        return counted(line.verdict for line in self.lines)
 
     @property
-    def passing(self) -> int:
-        """Number of requirements whose most important verdict is PASS."""
-        return sum(line.verdict == "PASS" for line in self.lines)
+    def failing(self) -> bool:
+        """Whether a requirement of the area fails somewhere."""
+        return any(line.verdict is Verdict.FAIL for line in self.lines)
 
 
 def areas(rows: Sequence[Row], spec: Spec) -> list[Area]:
     """Return the matrix of each area, sorted by name."""
-    columns = sorted({(row.engine, row.scheduling) for row in rows})
-    titles = [" ".join(column) for column in columns]
-    cells: dict[str, dict[tuple[str, str], Cell]] = {}
+    runs: dict[tuple[str, str], set[str]] = {}
+    cells: dict[str, dict[tuple[str, str], list[Verdict]]] = {}
     levels: dict[str, tuple[str, str]] = {}
     for row in rows:
-        own = cells.setdefault(row.requirement, {})
-        own.setdefault((row.engine, row.scheduling), Cell()).counts[str(row.verdict)] += 1
+        place = (row.engine, row.scheduling)
+        runs.setdefault(place, set()).add(row.run)
+        cells.setdefault(row.requirement, {}).setdefault(place, []).append(row.verdict)
         levels[row.requirement] = (row.level, row.kind)
+    columns = [Column(" ".join(place), len(runs[place])) for place in sorted(runs)]
     found: dict[str, Area] = {}
     for name in sorted(cells):
         requirement = spec.requirements.get(name)
         area = requirement.area if requirement else name.partition(".")[0]
         text = " ".join(requirement.text.split()) if requirement else ""
-        own = cells[name]
-        line = Line(name, *levels[name], text, [own.get(column, Cell()) for column in columns])
-        found.setdefault(area, Area(area, titles, [])).lines.append(line)
+        own = [counted(cells[name].get(place, ())) for place in sorted(runs)]
+        line = Line(name, *levels[name], text, own)
+        found.setdefault(area, Area(area, columns, [])).lines.append(line)
     return [found[name] for name in sorted(found)]

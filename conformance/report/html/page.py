@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +19,52 @@ from kvconform.judge.aggregate import called
 from kvconform.judge.records import Row, Verdict
 from kvconform.report import pages
 from kvconform.report.collector import Collector
-from kvconform.report.html.failure import Failure, failures
-from kvconform.report.html.matrix import Area, areas
+from kvconform.report.html.anchor import NAME
+from kvconform.report.html.failure import Cause, causes
+from kvconform.report.html.matrix import Area, Counts, areas, counted
 from kvconform.report.jsonl import HeaderLine
+from kvconform.report.roots import Weight
 from kvconform.report.summary import Summary
+from kvconform.report.tables import words
 
 ASSETS = resources.files("kvconform.report.html") / "assets"
-NAME = "report.html"
-SHOWN = (
-    Verdict.PASS,
-    Verdict.FAIL,
-    Verdict.ERROR,
-    Verdict.XFAIL,
-    Verdict.XPASS,
-    Verdict.BLOCKED,
-    Verdict.NOT_EXERCISED,
-    Verdict.UNSUPPORTED,
-    Verdict.UNOBSERVABLE,
-    Verdict.DISABLED,
-)
-"""Verdicts in the order in which their numbers are shown."""
+SECTIONS = {
+    Weight.COUNTS: ("failures", "Failures", ""),
+    Weight.ENGINE: (
+        "engine",
+        "Guarantees that the engine broke",
+        "Not the connector's fault, and not counted against it.",
+    ),
+    Weight.RISK: (
+        "risks",
+        "Risks",
+        "They fail where the contract allows what this vLLM never does."
+        " They count with --strict only.",
+    ),
+    Weight.ADVICE: (
+        "advice",
+        "Recommendations not followed",
+        "They count with --strict only.",
+    ),
+}
+"""Id, title and remark of the section of root causes of one weight."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Root causes of one weight."""
+
+    id: str
+    title: str
+    remark: str
+    causes: list[Cause]
 
 
 @dataclass(frozen=True)
 class Page:
     """Content of the page.
 
-    - `failures` count against the connector; `risks` fail in situations that no vLLM brings about;
-      `advice` are violated recommendations; `engine` are guarantees that the engine broke.
+    - `causes`: root causes by weight; those that count against the connector come first.
     - `stories`: packed story (kvconform.report.html.story) by run, for the runs that are shown.
     - `errors`: errors of the harness, each with the runs in which they occurred.
     """
@@ -52,10 +72,7 @@ class Page:
     header: HeaderLine
     summary: Summary
     areas: list[Area]
-    failures: list[Failure]
-    risks: list[Failure]
-    advice: list[Failure]
-    engine: list[Failure]
+    causes: list[Cause]
     stories: dict[str, str]
     errors: list[tuple[str, list[str]]]
 
@@ -66,12 +83,28 @@ class Page:
         return word + (" in what was selected" if self.summary.extra.get("narrowed") else "")
 
     @property
-    def counts(self) -> list[tuple[str, int]]:
-        """Number of rows per verdict in words, without zeros."""
-        counts = self.summary.counts
-        return [
-            (name.lower().replace("_", " "), counts[name]) for name in SHOWN if counts.get(name)
-        ]
+    def counts(self) -> Counts:
+        """Number of requirements per verdict; they add up to the number of requirements."""
+        return counted(line.verdict for area in self.areas for line in area.lines)
+
+    @property
+    def uncounted(self) -> list[str]:
+        """How many of the requirements that fail do not count, in words."""
+        facts = self.summary.extra
+        counting = self.summary.requirements.failed
+        kinds = {
+            "the engine's": facts.get("guarantees_broken", ()),
+            "risks": facts.get("risks", ()),
+            "recommended only": facts.get("advisory", ()),
+        }
+        numbers = {kind: len(set(ids) - set(counting)) for kind, ids in kinds.items()}
+        return [f"{number} {kind}" for kind, number in numbers.items() if number]
+
+    @property
+    def sections(self) -> list[Section]:
+        """Sections of the page with root causes."""
+        by_weight = groupby(self.causes, attrgetter("weight"))
+        return [Section(*SECTIONS[weight], list(group)) for weight, group in by_weight]
 
     @property
     def capabilities(self) -> list[tuple[str, Any, str]]:
@@ -87,19 +120,15 @@ class Page:
 
 def make(collector: Collector, header: HeaderLine, summary: Summary, rows: Sequence[Row]) -> Page:
     """Return the page's content; `rows` are the final ones."""
-    shown = failures(rows, collector)
-    stories = {name: report.story for name, report in collector.reports.items() if report.story}
+    shown = causes(rows, collector)
+    runs = {failure.run for cause in shown for failure in cause.all}
+    stories = {name: collector.reports[name].story for name in sorted(runs)}
     return Page(
         header=header,
         summary=summary,
         areas=areas(rows, collector.spec),
-        failures=[one for one in shown if one.kind == "requirement" and one.gating],
-        risks=[one for one in shown if one.risk],
-        advice=[
-            one for one in shown if one.kind == "requirement" and not one.gating and not one.risk
-        ],
-        engine=[one for one in shown if one.kind != "requirement"],
-        stories={one.run: stories[one.run] for one in shown if one.run in stories},
+        causes=shown,
+        stories={name: story for name, story in stories.items() if story},
         errors=_errors(rows),
     )
 
@@ -118,7 +147,15 @@ def _errors(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
 def render(page: Page) -> str:
     """Return the page as HTML. It is self-contained: it makes no network requests."""
     styles = {"css": Markup(_text("report.css")), "js": Markup(_scripts())}
-    return pages.render(ASSETS, "report.html.j2", {}, page=page, **styles)
+    filters = {"low": words, "plain": _plain}
+    return pages.render(ASSETS, "report.html.j2", filters, page=page, **styles)
+
+
+def _plain(value: Any) -> str:
+    """Return the value of a capability in words."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def write(folder: Path, page: Page) -> Path:

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvconform.contract.trace import Event
-from kvconform.judge.backtrace import source
+from kvconform.judge.backtrace import source, tell
+from kvconform.judge.describe import kv_found
 from kvconform.judge.records import Row, Verdict
 from kvconform.report import timeline
 from kvconform.report.html.lanes import Lanes
@@ -26,6 +27,8 @@ LONGEST = 12_000
 Of a longer trace, the events around the first failure are included: events more than 10,000 before
 a failure have never explained it.
 """
+TOLD = 40
+"""Number of wrong bytes of a story whose earlier place is searched for."""
 FACTS = ("case", "engine", "scheduling", "runner", "depth", "block_size", "num_blocks", "seed")
 """Fields of the event `run.start` that a story contains."""
 
@@ -73,7 +76,7 @@ def build(trace: Sequence[Event], marks: dict[str, int]) -> dict[str, Any]:
         "spans": lanes.ended(),
         "hooks": hooks,
         "names": list(names),
-        "wrong": _joined(wrong),
+        "wrong": _with_backstories(_joined(wrong), trace),
         "lines": _lines(events, lanes, marks),
         "marks": marks,
         "left_out": len(trace) - len(events),
@@ -133,7 +136,7 @@ def _lines(events: Iterable[Event], lanes: Lanes, marks: dict[str, int]) -> list
 def _wrong(event: Event, lanes: Lanes) -> list[Any]:
     """Return the entry of an event `kv.wrong`.
 
-    It is [lane, step, seq, first position, count, what the bytes are, the same in words, lane of
+    It is [lane, step, seq, first position, count, what the bytes are, where they come from, lane of
     the origin, step of the origin]; without a known origin, the last two are -1.
     """
     place = source(event)
@@ -150,7 +153,7 @@ def _wrong(event: Event, lanes: Lanes) -> list[Any]:
         event["seq"],
         event["pos"],
         event["count"],
-        event["found"],
+        kv_found(event["found"]),
         event["origin"] or "",
         lane,
         step,
@@ -163,3 +166,16 @@ def _joined(wrong: list[list[Any]]) -> list[list[Any]]:
     for one in wrong:
         found.setdefault((one[0], one[1], one[3], one[4], one[5]), one)
     return list(found.values())
+
+
+def _with_backstories(wrong: list[list[Any]], trace: Sequence[Event]) -> list[list[Any]]:
+    """Return the entries, each with where its bytes were before, in words; empty if unknown.
+
+    Only the first TOLD are searched for: each search reads the trace from its beginning.
+    """
+    events = list(trace)
+    known = bool(events) and events[0]["kind"] == "run.start"  # which has the size of a block
+    wanted = {one[2] for one in wrong[:TOLD]} if known else set()
+    stories = {event["seq"]: tell(events, event) for event in events if event["seq"] in wanted}
+    texts = {seq: story.text for seq, story in stories.items() if story is not None}
+    return [[*one, texts.get(one[2], "")] for one in wrong]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def test_annotations_are_where_the_hook_is(tmp_path: Path, monkeypatch: pytest.M
     assert lines[0] == (
         "::error file=pkg/conn.py,line=20,title=kvconform%3A hook.no-raise::start_load_kv "
         "raised KeyError: 100%25, 'a'%0Aand more "
-        "(and in 1 more run): a.case[vllm-sync-v1-d1-b4]"
+        "(and in 1 more run): a.case[vllm-sync-v1-d1-b4] (report.html#hook.no-raise-2)"
     )
     assert lines[1].startswith(
         "::error file=pkg/conn.py,line=40,title=kvconform%3A send.released"
@@ -147,6 +148,23 @@ def test_the_source_of_an_installed_copy(tmp_path: Path) -> None:
     assert in_checkout(site / "pkg" / "conn.py", "pkg.conn", tmp_path) is None
 
 
+def test_each_failure_has_its_link_in_every_format(tmp_path: Path) -> None:
+    rows = [
+        row("save.owned", "FAIL", message="stored others' KV", event=1),
+        row("load.position", "FAIL", message="loaded it", event=2),
+        row("a.rule", "XPASS", case="b.case"),
+    ]
+    wanted = ["report.html#load.position-1", "report.html#save.owned-1"]
+    for form in ("github", "plain", "gitlab"):
+        folder = Path(report(tmp_path / form, *rows))
+        text = CliRunner().invoke(app, ["ci", str(folder), "--format", form]).output
+        if form == "gitlab":
+            text = (folder / NAME).read_text(encoding="utf-8")
+        assert sorted(set(re.findall(r"report\.html#[a-z.-]+[0-9]", text))) == wanted
+    cut = report(tmp_path / "cut", *rows, answer=None)
+    assert "report.html" not in CliRunner().invoke(app, ["ci", cut, "--format", "github"]).output
+
+
 def test_without_a_known_place_the_failure_is_told_all_the_same(tmp_path: Path) -> None:
     done = CliRunner().invoke(
         app,
@@ -210,8 +228,10 @@ def test_the_ci_system_is_recognised(
 
 
 def test_a_workflow_command_is_one_short_line() -> None:
-    long = Annotation("a.rule", "a,b:c.py", 3, "one\r\ntwo " + "x" * 2 * LONGEST, "a.run", 0, "one")
+    words = "one\r\ntwo " + "x" * 2 * LONGEST
+    long = Annotation("a.rule", "a,b:c.py", 3, words, "a.run", 0, "one", "report.html#a.rule-1")
     text = command(long)
+    assert text.endswith("xx (report.html#a.rule-1)"), "the link is never cut off"
     assert (
         text.startswith(
             "::error file=a%2Cb%3Ac.py,line=3,title=kvconform%3A a.rule::one%0D%0Atwo x"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from html_rig import page_of
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings
 from kvconform.contract.loader import load_spec
@@ -99,9 +100,50 @@ def test_the_failure_is_told_with_its_evidence(tmp_path: Path) -> None:
     assert (
         "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/core/sched/scheduler.py" in links
     )
-    assert "#failure-1" in links
+    assert f"#{MUST}-1" in links
     assert "NOT CONFORMANT" in text and f"kvconform run pkg:Conn -k {CASE.id}" in text
     assert "e.x == 1 is false: e.x=2" in text
+
+
+def test_root_causes_come_before_everything_and_name_their_consequences(tmp_path: Path) -> None:
+    names = ["save.owned", "load.position", "api.constructor"]
+    text = page_of(tmp_path, failures=3, first=names).read_text("utf-8")
+    overview = text[text.index('<ol class="toc">') : text.index("</ol>")]
+    causes = overview.split("<li>")[1:]
+    sections = re.findall(r'<section class="failure" id="([^"]+)"', text)
+    assert [re.findall(r'href="#([^"]+)"', one)[0] for one in causes] == sections
+    (save,) = [one for one in causes if "save.owned" in one]
+    assert "consequences: " in save and ">load.position</a>" in save
+    number = next(one for one in sections if one.startswith("save.owned")).rpartition("-")[2]
+    consequence = text[text.index('<details class="failure consequence"') :]
+    assert f"consequence of {number}. save.owned" in consequence[:300]
+    assert f'id="load.position-{number}"' in consequence[:300]
+
+
+def test_nothing_of_the_overview_is_scrolled_out_of_view() -> None:
+    rules = dict(re.findall(r"(\.toc[^{,]*?)\s*\{([^}]*)\}", page.stylesheet()))
+    assert rules
+    assert not [name for name, rule in rules.items() if "overflow: " in rule or "height" in rule]
+
+
+def test_the_timeline_follows_what_was_found_and_the_rest_is_folded(tmp_path: Path) -> None:
+    elements = Elements(html(tmp_path, fails=True)).all
+    begin = next(n for n, (_, attrs) in enumerate(elements) if attrs.get("class") == "failure")
+    tags = [f"{tag}.{attrs.get('class')}" for tag, attrs in elements[begin:]]
+    found = next(n for n, tag in enumerate(tags) if tag.startswith("p.found"))
+    assert tags[found + 1] == "div.timeline"
+    text = (tmp_path / page.NAME).read_text(encoding="utf-8")
+    folded = re.findall(r"<details><summary>(.*?)</summary>(.*?)</details>", text, re.S)
+    assert [name for name, _ in folded[:2]] == ["Reproduce", "Check"]
+    assert "kvconform run" in folded[0][1] and "e.x == 1" in folded[1][1]
+
+
+def test_the_numbers_at_the_top_add_up(tmp_path: Path) -> None:
+    text = html(tmp_path, fails=True)
+    line = re.sub(r"<[^>]+>", "", text[text.index('<p class="counts">') :].partition("</p>")[0])
+    total, _, rest = line.partition(": ")
+    numbers = [int(number) for number in re.findall(r"(\d+) [a-z]", rest)]
+    assert int(total.split()[0]) == sum(numbers) == 1
 
 
 def test_what_a_connector_says_is_text_and_not_markup(tmp_path: Path) -> None:

@@ -109,13 +109,29 @@ def test_wrong_bytes_point_to_the_step_that_computed_them() -> None:
         ("kv.wrong", 3, wrong),
         ("kv.wrong", 3, wrong | {"layer": 1}),
     )
-    assert build(events, {})["wrong"] == [[1, 3, 2, 3, 2, "other_request", "token 3 of a", 0, 1]], (
-        "the same byte of several layers is one entry"
-    )
+    assert build(events, {})["wrong"] == [
+        [1, 3, 2, 3, 2, "KV of another request", "token 3 of a", 0, 1, ""]
+    ], "the same byte of several layers is one entry"
     events[2]["origin_pos"] = None  # it was taken before request a had computed the token
-    assert build(events[:3], {})["wrong"][0][-2:] == [0, 1]
+    assert build(events[:3], {})["wrong"][0][7:9] == [0, 1]
     events[2]["origin_req"] = None
-    assert build(events[:3], {})["wrong"][0][-2:] == [-1, -1]
+    assert build(events[:3], {})["wrong"][0][7:9] == [-1, -1]
+
+
+def test_wrong_bytes_have_their_back_story() -> None:
+    wrong = {"req": "c", "pos": 2, "found": "other_request", "origin": "token 2 of b"}
+    wrong |= {"origin_req": "b", "origin_pos": 2}
+    events = trace(
+        ("run.start", 0, {"block_size": 4, "groups": 1, "context_ranks": 1}),
+        scheduled(1, "a", 0, 4, 4, table=(7,)),
+        ("req.state", 2, {"req": "a", "to": "PREEMPTED"}),
+        scheduled(3, "b", 0, 4, 4, table=(7,)),
+        ("kv.wrong", 4, wrong),
+    )
+    before = build(events, {})["wrong"][0][-1]
+    assert before.startswith("block 7 was block 0 of request a up to its preemption in step 2")
+    events[2]["to"] = "RUNNING"
+    assert build(events, {})["wrong"][0][-1] == "", "a kept its block"
 
 
 def test_hooks_with_what_they_raised() -> None:

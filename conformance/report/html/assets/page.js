@@ -12,7 +12,9 @@ async function open(box) {
   if (timelines.has(box)) return;
   timelines.set(box, null);
   try {
-    timelines.set(box, new Timeline(await story(box.dataset.run), box));
+    const data = await story(box.dataset.run);
+    box.style.minHeight = "";
+    timelines.set(box, new Timeline(data, box));
   } catch (error) {
     box.textContent = "The timeline cannot be shown in this browser (" + error.message + "); the excerpt below can.";
   }
@@ -27,9 +29,19 @@ function toFailure(by) {
   if (!failures.length) return;
   const now = failures.findIndex((one) => one.contains(document.activeElement));
   const next = failures[Math.max(0, Math.min(failures.length - 1, now < 0 ? (by > 0 ? 0 : failures.length - 1) : now + by))];
-  next.querySelector("h3 a").focus();
+  next.querySelector("h3 a, summary").focus();
   next.scrollIntoView({ block: "start" });
 }
+// A link to a consequence opens it.
+function reveal() {
+  const linked = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (!linked || !linked.matches("details.failure")) return;
+  linked.open = true;
+  linked.scrollIntoView({ block: "start" });
+}
+window.addEventListener("hashchange", reveal);
+reveal();
+
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.altKey || event.metaKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
   if (event.key === "n") toFailure(1); else if (event.key === "p") toFailure(-1); else return;

@@ -19,12 +19,14 @@ class Story {
       if (lane < 0) continue;
       const pieces = rest.slice(0, PIECES.length);
       const [C, N, table] = rest.slice(PIECES.length);
-      const cell = { lane, step, seq, pieces, C, N, table };
+      const shown = pieces.map((n, i) => [n, PIECES[i]]).filter(([n]) => n > 0);
+      const cell = { lane, step, seq, shown, C, N, table };
       this.cellAt.set(step * 4096 + lane, cell);
       this.byLane[lane].push(cell);
     }
     this.stateBy = Array.from({ length: lanes }, () => []);
     for (const [lane, step, state, reason] of this.states) if (lane >= 0) this.stateBy[lane].push({ step, state, reason });
+    this.preempted = new Set(this.states.filter(([, , state]) => state === "PREEMPTED").map(([lane, step]) => step * 4096 + lane));
     this.hooksAt = new Map();
     for (const [step, half, name, seq, error] of this.hooks) {
       const key = step * 2 + half;
@@ -32,10 +34,10 @@ class Story {
       this.hooksAt.get(key).push({ step, half, name: this.names[name], seq, error });
     }
     this.wrongAt = new Map();
-    for (const [lane, step, seq, pos, count, found, text, from, fromStep] of this.wrong) {
+    for (const [lane, step, seq, pos, count, found, text, from, fromStep, story] of this.wrong) {
       const key = step * 4096 + lane;
       if (!this.wrongAt.has(key)) this.wrongAt.set(key, []);
-      this.wrongAt.get(key).push({ lane, step, seq, pos, count, found, text, from, fromStep });
+      this.wrongAt.get(key).push({ lane, step, seq, pos, count, found, text, from, fromStep, story });
     }
     this.spanBy = Array.from({ length: lanes }, () => []);
     for (const [lane, start, end, kind, seq] of this.spans) if (lane >= 0) this.spanBy[lane].push({ lane, start, end, kind, seq });
@@ -46,6 +48,8 @@ class Story {
       this.linesAt.get(step).push({ seq, step, what, text, lane });
     }
   }
+
+  preemptedIn(step, lane) { return this.preempted.has(step * 4096 + lane); }
 
   cell(step, lane) { return this.cellAt.get(step * 4096 + lane); }
 
@@ -94,5 +98,15 @@ class Story {
 
 function described(cell) {
   const words = { local: "found in the local prefix cache", loaded: "loaded by the connector", computed: "computed", placeholder: "placeholders", accepted: "drafts accepted", rejected: "drafts rejected", draft: "drafts" };
-  return PIECES.map((name, i) => (cell.pieces[i] > 0 ? cell.pieces[i] + " " + words[name] : "")).filter(Boolean).join(", ") || "nothing";
+  return cell.shown.map(([n, name]) => n + " " + words[name]).join(", ") || "nothing";
+}
+
+// Numbers as ranges: 3-7 12.
+function ranges(numbers) {
+  const found = [];
+  for (const number of numbers) {
+    const last = found[found.length - 1];
+    if (last && number === last[1] + 1) last[1] = number; else found.push([number, number]);
+  }
+  return found.map(([from, to]) => (from === to ? String(from) : from + "-" + to)).join(" ");
 }

@@ -1,7 +1,8 @@
 "use strict";
 // The timeline of one failure: drawing, slider, filters, the state at a step and its events.
 
-const LEGEND = { local: "local hit", loaded: "loaded", computed: "computed", placeholder: "placeholder", accepted: "draft accepted", rejected: "draft rejected" };
+const LEGEND = { local: "local hit", loaded: "loaded", computed: "computed", placeholder: "placeholder", accepted: "draft accepted", rejected: "draft rejected", draft: "draft" };
+const TRANSFERS = { load: "load", save: "save", send: "blocks held until it is sent" };
 
 function element(tag, attributes = {}, ...children) {
   const found = document.createElement(tag);
@@ -19,13 +20,13 @@ class Timeline {
     this.mark = box.dataset.seq === "" ? null : Number(box.dataset.seq);
     this.cursor = { step: story.steps, row: 0 };
     this.only = ""; this.hook = "";
-    this.id = `said-${timelines.size}`;
+    this.id = `said-${box.closest(".failure").id}`;
     this.build();
     this.lanes = story.requests.map((_, i) => i);
     this.canvas.setAttribute("aria-label", `Timeline of ${story.run.case}: ${story.requests.length} requests, steps ${story.first} to ${story.steps}. Arrow keys go through steps and requests.`);
     this.drawing = new Drawing(story, this.canvas, this.view, this.lanes);
     this.size();
-    new ResizeObserver(() => this.draw()).observe(this.view);
+    new ResizeObserver(() => { this.size(); this.draw(); }).observe(this.view);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     this.toMark();
   }
@@ -46,22 +47,36 @@ class Timeline {
     this.box.append(element("div", { class: "bar" }, element("span", {}, "step"), this.slider, this.where, this.requests, this.hooks, jump), this.view, this.legend(), this.state, this.events);
   }
 
+  // What the timeline shows, and nothing else.
   legend() {
-    const list = element("ul", { class: "legend", "aria-label": "Legend" });
-    for (const [name, words] of Object.entries(LEGEND)) {
-      const swatch = element("canvas", { width: 16, height: 14, "aria-hidden": "true" });
-      fillPiece(swatch.getContext("2d"), name, 0, 0, 16, 14);
-      list.append(element("li", {}, swatch, (LETTERS[name] ? LETTERS[name] + " " : "") + words));
-    }
-    list.append(element("li", {}, "⏏ preempted"), element("li", {}, "red frame: wrong KV, with an arrow from where it came"), ...TRANSFERS.map(([kind, words]) => { const mark = element("canvas", { width: 22, height: 8, "aria-hidden": "true" }); stroke(mark.getContext("2d"), kind, 0, 22, 4); return element("li", {}, mark, words); }), element("li", {}, "⟲ the cache is reset"));
+    const { story } = this, list = element("ul", { class: "legend", "aria-label": "Legend" });
+    const add = (words, width, paint) => {
+      const swatch = paint ? element("canvas", { width, height: 14, "aria-hidden": "true" }) : "";
+      if (paint) paint(swatch.getContext("2d"));
+      list.append(element("li", {}, swatch, words));
+    };
+    const pieces = new Set(story.byLane.flat().flatMap((cell) => cell.shown.map(([, name]) => name)));
+    for (const [name, words] of Object.entries(LEGEND)) if (pieces.has(name)) add((LETTERS[name] ? LETTERS[name] + " " : "") + words, 16, (g) => fillPiece(g, name, 0, 0, 16, 14));
+    const states = new Set(story.stateBy.flat().map((one) => one.state).filter(tint));
+    for (const state of states) add(state.toLowerCase().replaceAll("_", " ") + (state === "PREEMPTED" ? " ⏏" : ""), 16, (g) => { g.fillStyle = tint(state).slice(0, 7) + "55"; g.fillRect(0, 0, 16, 14); });
+    const kinds = new Set(story.spanBy.flat().map((one) => (one.kind === "recv" ? "load" : one.kind)));
+    for (const [kind, words] of Object.entries(TRANSFERS)) if (kinds.has(kind)) add(words, 22, (g) => stroke(g, kind, 0, 22, 7));
+    const fail = getComputedStyle(document.documentElement).getPropertyValue("--fail").trim();
+    HALVES.forEach((half, i) => { if (story.hooks.some((one) => one[1] === i)) add(`a hook of the ${half} half`, 10, (g) => [0, 4, 8].forEach((x) => fillHook(g, i, false, x, -4, 2, fail))); });
+    if (story.hooks.some((one) => one[4])) add("a hook that raised", 6, (g) => fillHook(g, 0, true, 1, -4, 3, fail));
+    if (story.wrong.length) add("wrong KV, with an arrow from where it was computed", 18, (g) => { g.strokeStyle = fail; g.lineWidth = 2; g.strokeRect(1, 1, 16, 12); });
+    if (story.resets.size) add("⟲ the cache is reset");
     return list;
   }
 
+  // The view is as high as its lanes, and scrolls if they are many.
   size() {
-    this.spacer.style.width = this.drawing.width + "px";
-    this.spacer.style.height = "1px";
-    this.view.style.height = Math.min(460, this.drawing.height + 16) + "px";
-    this.spacer.style.marginTop = Math.max(0, this.drawing.height - Math.min(460, this.drawing.height + 16)) + "px";
+    const { view, drawing } = this;
+    drawing.fit(view.clientWidth);
+    this.spacer.style.width = drawing.width + "px";
+    this.spacer.style.height = drawing.height + "px";
+    const bar = drawing.width > view.clientWidth ? view.offsetHeight - 2 - view.clientHeight : 0;
+    view.style.height = Math.min(460, drawing.height + bar + 2) + "px";
   }
 
   filter() {
@@ -78,7 +93,8 @@ class Timeline {
     const step = this.mark === null ? null : this.story.stepOf(this.mark);
     const wrong = this.story.wrong.find((one) => one[2] === this.mark);
     const line = (this.story.linesAt.get(step) || []).find((one) => one.seq === this.mark);
-    const row = this.lanes.indexOf(wrong ? wrong[0] : line ? line.lane : -1);
+    const known = this.lanes.indexOf(wrong ? wrong[0] : line ? line.lane : -1);
+    const row = known >= 0 ? known : this.lanes.findIndex((lane) => this.story.cell(step, lane));
     if (row >= 0) this.cursor.row = row;
     this.go(step === null ? this.story.steps : step);
   }
@@ -86,8 +102,8 @@ class Timeline {
   go(step) {
     const { story, view } = this;
     this.cursor.step = Math.max(story.first, Math.min(story.steps, step));
-    const x = GUTTER + (this.cursor.step - story.first) * COLUMN, y = HEAD + this.cursor.row * LANE;
-    if (x - GUTTER < view.scrollLeft || x + COLUMN > view.scrollLeft + view.clientWidth) view.scrollLeft = x - view.clientWidth / 2;
+    const { gutter, column } = this.drawing, x = gutter + (this.cursor.step - story.first) * column, y = HEAD + this.cursor.row * LANE;
+    if (x - gutter < view.scrollLeft || x + column > view.scrollLeft + view.clientWidth) view.scrollLeft = x - gutter - (view.clientWidth - gutter - column) / 2;
     if (y - HEAD < view.scrollTop || y + LANE > view.scrollTop + view.clientHeight) view.scrollTop = y - view.clientHeight / 2;
     this.slider.value = this.cursor.step;
     this.draw();
@@ -96,15 +112,25 @@ class Timeline {
 
   draw() { this.drawing.draw(this.cursor, this.hook); }
 
-  sentence(step, row) {
+  // Where wrong KV was found, what it is, and where it was before.
+  told(one) {
+    const last = one.pos + one.count - 1;
+    return [`WRONG KV: ${one.count > 1 ? `positions ${one.pos}-${last}` : `position ${one.pos}`}: ${one.found}: ${one.text}`, one.story];
+  }
+
+  facts(step, row) {
     const lane = this.lanes[row];
-    if (lane === undefined) return `step ${step}`;
-    const cell = this.story.cell(step, lane), wrong = this.story.wrongAt.get(step * 4096 + lane) || [];
-    const state = this.story.state(step, lane) || "not admitted yet";
+    if (lane === undefined) return [`step ${step}`];
+    const cell = this.story.cell(step, lane), state = this.story.state(step, lane) || "not admitted yet";
     const parts = [`step ${step}, request ${this.story.requests[lane]}: ${state}`];
-    if (cell) parts.push(described(cell) + `; ${cell.C} tokens before, ${cell.N} in all; blocks ${cell.table.join(" ") || "none"}`);
-    for (const one of wrong) parts.push(`WRONG KV: position${one.count > 1 ? "s" : ""} ${one.pos}${one.count > 1 ? "-" + (one.pos + one.count - 1) : ""}: ${one.found}: ${one.text}`);
-    return parts.join("\n");
+    if (cell) parts.push(described(cell) + `; ${cell.C} tokens before, ${cell.N} in all; blocks ${ranges(cell.table) || "none"}`);
+    return parts;
+  }
+
+  wrongAt(step, row) { return this.story.wrongAt.get(step * 4096 + this.lanes[row]) || []; }
+
+  sentence(step, row) {
+    return [...this.facts(step, row), ...this.wrongAt(step, row).map((one) => this.told(one)[0])].join("\n");
   }
 
   tell() {
@@ -118,11 +144,14 @@ class Timeline {
     const owners = story.owners(step), total = story.run.num_blocks || 0;
     const blocks = element("div", { class: "blocks", role: "img", "aria-label": `${owners.size} of ${total} blocks are in a table` });
     for (let id = 1; id < Math.min(total, 513); id++) {
-      const lanes = owners.get(id) || [], cell = element("span", { title: lanes.length ? `block ${id}: ${lanes.map((lane) => story.requests[lane]).join(", ")}` : `block ${id}: in nobody's table` }, String(id));
+      const lanes = owners.get(id) || [], cell = element("span", { title: lanes.length ? `block ${id}: ${lanes.map((lane) => story.requests[lane]).join(", ")}` : `block ${id}: in no table` }, String(id));
       if (lanes.length) { cell.className = "owned"; cell.style.background = lanes.length > 1 ? `linear-gradient(90deg, ${OWNERS[lanes[0] % 8]} 50%, ${OWNERS[lanes[1] % 8]} 50%)` : OWNERS[lanes[0] % 8]; }
       blocks.append(cell);
     }
-    const here = element("div", { id: this.id, "aria-live": "polite" }, ...this.sentence(step, this.cursor.row).split("\n").map((text) => element("p", {}, text)));
+    const here = element("div", { id: this.id, "aria-live": "polite" }, ...this.facts(step, this.cursor.row).map((text) => element("p", {}, text)));
+    for (const [text, before] of this.wrongAt(step, this.cursor.row).map((one) => this.told(one))) {
+      here.append(element("p", { class: "wrong" }, text), ...(before ? [element("p", { class: "story" }, before)] : []));
+    }
     const scheduler = element("div", {}, ...Object.entries(groups).filter(([, names]) => names.length).map(([word, names]) => element("p", {}, `${word}: ${names.join(", ")}`)), element("p", {}, `blocks in a table: ${owners.size} of ${Math.max(0, total - 1)}`), blocks);
     this.state.replaceChildren(here, scheduler);
     const lane = this.lanes[this.cursor.row];
@@ -148,8 +177,9 @@ class Timeline {
 
   at(event) {
     const box = this.canvas.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
-    if (x < GUTTER || y < HEAD) return null;
-    const step = this.story.first + Math.floor((x - GUTTER + this.view.scrollLeft) / COLUMN), down = y - HEAD + this.view.scrollTop;
+    const { gutter, column } = this.drawing;
+    if (x < gutter || y < HEAD) return null;
+    const step = this.story.first + Math.floor((x - gutter + this.view.scrollLeft) / column), down = y - HEAD + this.view.scrollTop;
     if (step > this.story.steps) return null;
     const row = Math.floor(down / LANE);
     return row < this.lanes.length ? { step, row } : { step, row: -1, half: Math.floor((down - this.lanes.length * LANE) / HOOKS) };
