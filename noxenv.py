@@ -336,6 +336,16 @@ def overlay(env: Environment, base: Environment) -> Path:
     return here
 
 
+def lend(env: Environment, base: Environment | None) -> None:
+    """Make the packages of `base` visible in `env`, after its own; of None, no others.
+
+    The .pth files of `base`, of which one leads to the checkout, count for nothing there.
+    """
+    site = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    path = Path(env.ask(site)) / "kvconform-lent.pth"
+    path.write_text(f"{base.ask(site)}\n" if base is not None else "", encoding="utf-8")
+
+
 def install_connector(
     session: nox.Session, base: Environment, requirements: list[str]
 ) -> Environment:

@@ -22,7 +22,9 @@ import json
 import os
 import shlex
 import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -335,6 +337,79 @@ def docs(session: nox.Session) -> None:
     tests = ["tests/project/test_site.py", "tests/project/test_docs.py"]
     env.run("-m", "pytest", *tests, *session.posargs)
     session.log("The site is build/site/index.html")
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build the sdist and the wheel in dist/, check them, and judge with the installed wheel.
+
+    Only files that git knows are packed. `-- --tag v1.2.3` checks that the version is that of the
+    tag, and that CHANGELOG.md has a dated section for it.
+    """
+    env = noxenv.Environment(session, "build", [sys.version])
+    env.install_project("build")
+    dist = noxenv.ROOT / "dist"
+    for old in [*dist.glob("kvconform-*.whl"), *dist.glob("kvconform-*.tar.gz")]:
+        old.unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        source, direct = Path(folder) / "source", Path(folder) / "direct"
+        date = {**noxenv.ENV, "SOURCE_DATE_EPOCH": export(source)}
+        # The wheel in dist is built from the sdist. setuptools says much, so only of a failure.
+        for words in (
+            (str(source), "--outdir", str(dist)),
+            (str(source), "--outdir", str(direct), "--wheel"),
+        ):
+            session.run(
+                str(env.python), "-m", "build", *words, env=date, external=True, silent=True
+            )
+        check = ("--source", str(source), "--direct", str(direct), *session.posargs)
+        env.run("-m", "kvconform.dev.release", str(dist), *check)
+    env.run("-m", "twine", "check", "--strict", *map(str, dist.glob("kvconform-*")))
+    judge_with_wheel(session, next(dist.glob("kvconform-*.whl")))
+
+
+def export(target: Path) -> str:
+    """Copy the files that git knows, as they are now; return the time of the last commit."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", *words], cwd=noxenv.ROOT, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+
+    for name in git("ls-files", "-z").split("\0"):
+        file = noxenv.ROOT / name
+        if name and (file.is_symlink() or file.is_file()):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, target / name, follow_symlinks=False)
+    return git("log", "-1", "--format=%ct").strip()
+
+
+def judge_with_wheel(session: nox.Session, wheel: Path) -> None:
+    """Run the profile `smoke` from the installed wheel, in another directory.
+
+    The environment has the wheel and its dependencies. First there is no vLLM: that must be a
+    sentence and exit status 3. Then it sees the packages of the shared environment.
+    """
+    env = noxenv.Environment(
+        session, "wheel", [sys.version, noxenv.digest(wheel.read_bytes().hex())]
+    )
+    if "wheel" not in env.done:
+        env.must_pip("install", str(wheel))
+        env.mark("wheel", [wheel.name])
+    noxenv.lend(env, None)
+    away: dict[str, str | None] = {**noxenv.ENV, "PYTHONPATH": None, "NO_COLOR": "1"}
+    program = str(env.python.with_name("kvconform"))
+    with tempfile.TemporaryDirectory() as folder, session.chdir(folder):
+        said = session.run(program, "run", env=away, external=True, silent=True, success_codes=[3])
+        if said is None or "vLLM is not installed" not in said or "Traceback" in said:
+            session.error(f"without vLLM, the wheel says:\n{said}")
+        base, _ = shared(session, None)
+        noxenv.lend(env, base)
+        place = Path(env.ask("import kvconform; print(kvconform.__file__)"))
+        if not place.is_relative_to(env.path):
+            session.error(f"kvconform comes from {place}, and not from the wheel")
+        away["VLLM_TARGET_DEVICE"] = noxenv.ENV.get("VLLM_TARGET_DEVICE")
+        session.run(program, "run", "--profile", "smoke", env=away, external=True)
 
 
 @nox.session
