@@ -108,7 +108,7 @@ class Environment:
     def ask(self, code: str) -> str:
         """Return what `code` prints in this environment."""
         return subprocess.run(
-            [str(self.python), "-c", code], stdout=subprocess.PIPE, text=True, check=True
+            [str(self.python), "-I", "-c", code], stdout=subprocess.PIPE, text=True, check=True
         ).stdout.strip()
 
     def pip(self, *args: str, about: str = "") -> str | None:

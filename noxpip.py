@@ -61,9 +61,10 @@ class Progress:
 
     def line(self) -> str:
         """Return what has been done, and what is left."""
+        if self.writing and self.about:
+            return f"{size(written(self.folder))} of about {self.about} installed"
         if self.writing:
-            total = f" of about {self.about}" if self.about else ""
-            return f"{size(written(self.folder))}{total} installed"
+            return "installing"
         return f"{size(self.fetched)} downloaded, {self.now}"
 
 
@@ -95,9 +96,11 @@ def run(
 ) -> str | None:
     """Run pip or uv; return None, or the end of its output if it failed.
 
-    Appends its output to `log`, and says every `EVERY` seconds how far it is.
+    Appends its output to `log`, and says every `EVERY` seconds how far it is. PYTHONPATH is not in
+    force: pip would take what is there for installed.
     """
     name = "pip" if command[1] == "-m" else Path(command[0]).name
+    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     begun = time.monotonic()
     ended = threading.Event()
 
@@ -114,7 +117,7 @@ def run(
         text=True,
         errors="replace",
         cwd=cwd,
-        env={**os.environ, **(env or {}), "PYTHONUNBUFFERED": "1"},
+        env={**inherited, **(env or {}), "PYTHONUNBUFFERED": "1"},
     ) as process:
         assert process.stdout is not None
         teller.start()

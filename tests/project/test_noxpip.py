@@ -124,6 +124,8 @@ def test_progress_says_what_is_fetched_and_how_much_is_there(noxpip: Any, tmp_pa
     (tmp_path / "file").write_bytes(bytes(2_000_000))
     progress.hear("Installing collected packages: torch\n")
     assert progress.line() == "2 MB of about 3.5 GB installed"
+    progress.about = ""
+    assert progress.line() == "installing"
 
 
 @pytest.mark.parametrize("status", [0, 3])
@@ -131,9 +133,11 @@ def test_a_long_installation_is_not_silent(
     noxpip: Any, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(noxpip, "EVERY", 0.05)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     said: list[str] = []
     program = (
-        "import sys, time; print('Downloading torch.whl (2.0 MB)'); time.sleep(0.6);"
+        "import os, sys, time; assert 'PYTHONPATH' not in os.environ;"
+        " print('Downloading torch.whl (2.0 MB)'); time.sleep(0.6);"
         f" print('ERROR: no'); sys.exit({status})"
     )
     output = noxpip.run(
