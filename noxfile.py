@@ -4,7 +4,8 @@
 All sessions except `lint`, `kernels`, `browser` and `docs` share one environment per vLLM package,
 `.nox/<package>-<version>-<python>` (3.5 GB without a GPU). A stamp inside it lists what was
 installed, so a later run installs nothing (docs/decisions/0009-one-environment.md). To start
-afresh, delete `.nox`. The sessions with this environment take these options after `--`:
+afresh, delete `.nox`. `build` has two environments more, without vLLM. The sessions with the shared
+environment take these options after `--`:
 
     --vllm 'vllm==0.31.0'    another vLLM than the default (without a GPU: its Python code over the
                              default's dependencies); versions: a list of releases, 0.31.0,0.32.0
