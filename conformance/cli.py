@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from kvconform.compat.installed import NO_VLLM
+from kvconform.compat import installed
 from kvconform.errors import EnvironmentProblem, KvconformError
 from kvconform.explore.cli import explore
 from kvconform.init.command import command as init
@@ -247,6 +247,7 @@ def watch(
     A server that has imported vLLM makes the runs; it ends after 15 minutes without any.
     """
     settings = _settings(**options, debug=None)
+    installed.check_vllm()
     from kvconform.report.terminal import make_console
     from kvconform.watch import loop
 
@@ -420,8 +421,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             status = 2
         elif debug:
             raise
-        elif isinstance(error, ModuleNotFoundError) and error.name == "vllm":
-            typer.echo(f"kvconform: {NO_VLLM}", err=True)
+        elif _lacks_vllm(error):
+            typer.echo(f"kvconform: {installed.NO_VLLM}", err=True)
             status = EnvironmentProblem.code
         else:
             first = (str(error).splitlines() or [""])[0]
@@ -429,3 +430,13 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             typer.echo(f"kvconform: {sentence}", err=True)
             status = 3
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _lacks_vllm(error: Exception) -> bool:
+    """Return whether an import failed because vLLM is not installed.
+
+    Modules that vLLM brings along, such as torch and numpy, may be missed first.
+    """
+    if not isinstance(error, ModuleNotFoundError):
+        return False
+    return error.name == "vllm" or installed.vllm_version() is None

@@ -139,17 +139,25 @@ def test_a_bug_of_our_own(
         kvconform(capsys, "version", "--debug")
 
 
+@pytest.mark.parametrize("name", ["vllm", "numpy"])
 def test_a_command_that_needs_vllm_says_so_where_it_is_missing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from kvconform.compat import installed
+
     def missing() -> None:
-        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(commands, "versions", missing)
+    monkeypatch.setattr(installed, "vllm_version", lambda: None)
     code, _, err = kvconform(capsys, "version")
     assert code == 3 and err.startswith(
         "kvconform: vLLM is not installed in this environment; install it"
     )
+    assert "internal error" not in err
+    monkeypatch.setattr(installed, "vllm_version", lambda: "0.32.0")
+    code, _, err = kvconform(capsys, "version")
+    assert (code, "internal error" in err) == (3, name != "vllm")
 
 
 def test_no_vllm(
@@ -163,9 +171,10 @@ def test_no_vllm(
         ("0.11.0", "vLLM 0.11.0 is too old: kvconform supports 0.11.2 to 0.33"),
     ):
         monkeypatch.setattr(installed, "vllm_version", lambda found=version: found)
-        code, _, err = kvconform(capsys, "run")
-        assert code == 3
-        assert sentence in err
+        for command in (["run"], ["watch", "--once"]):
+            code, _, err = kvconform(capsys, *command)
+            assert code == 3
+            assert err.startswith(f"kvconform: {sentence}")
 
 
 def test_every_option_is_a_setting() -> None:

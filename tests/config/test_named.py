@@ -93,6 +93,7 @@ def test_what_is_installed_comes_from_the_entry(
     noxenv = pytest.importorskip("nox") and __import__("importlib.util", fromlist=["util"])
     spec = noxenv.spec_from_file_location("noxenv_named", ROOT / "noxenv.py")
     module = noxenv.module_from_spec(spec)
+    monkeypatch.syspath_prepend(str(ROOT))  # noxpip, which nox loads first
     spec.loader.exec_module(module)
     (tmp_path / "connectors").mkdir()
     (tmp_path / "connectors" / "some.toml").write_text(

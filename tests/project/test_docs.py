@@ -79,6 +79,7 @@ def test_commands_and_options_that_are_named_exist() -> None:
     usage = README.split("## Usage")[1].split("\n## ")[0]
     # of pip, and of a server in an example
     others = {"--port", "--daemon", "--stop", "--yes", "--extra-index-url", "--no-deps", "--data"}
+    others |= {"--system-site-packages", "--spec", "--no-project", "--python", "--with"}  # pipx, uv
     named = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", usage + GUIDE)) - others
     assert named
     assert named <= known

