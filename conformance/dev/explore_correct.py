@@ -24,7 +24,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from kvconform.config.limits import in_seconds
 from kvconform.dev.defects import specification
+from kvconform.errors import UsageError
 from kvconform.explore.draw import drawn
 from kvconform.explore.workload import text_of
 from kvconform.files import scratch_root
@@ -33,6 +35,8 @@ from kvconform.process.forking import forked_after_import
 HANGS = 30.0
 """Seconds after which a hook counts as one that never returns."""
 ENGINES = ["reference", "vllm"]
+LIMIT = 3600.0
+"""Seconds after which no further batch is started, unless the command line says otherwise."""
 AHEAD = 8
 """Batches per process that run or wait; one variant's take several times as long as another's."""
 
@@ -136,7 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
         default=100_000,
         help="number of workloads, with those of earlier runs (default: 100000)",
     )
-    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--minutes", type=float, help="time limit (default: 60)")
+    parser.add_argument("--seconds", type=float, help="the same in seconds")
     parser.add_argument(
         "--batch", type=int, default=25, help="workloads on one variant at a time (default: 25)"
     )
@@ -150,6 +155,10 @@ def main(arguments: list[str] | None = None) -> int:
         help="directory for the cases of failures",
     )
     given = parser.parse_args(arguments)
+    try:
+        limit = in_seconds(given.minutes, given.seconds) or LIMIT
+    except UsageError as error:
+        parser.error(error.message)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     if unknown := sorted(set(given.names) - set(VARIANTS)):
         known = ", ".join(VARIANTS)
@@ -165,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def wanted() -> int:
         """Return the number of batches that are still missing; 0 when the time is over."""
-        if time.monotonic() - began > 60 * given.minutes:
+        if time.monotonic() - began > limit:
             return 0
         return math.ceil((given.workloads - state.workloads) / given.batch)
 

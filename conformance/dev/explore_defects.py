@@ -22,9 +22,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from kvconform.config.limits import in_seconds
 from kvconform.contract.loader import Spec
 from kvconform.dev.defect import Defect
 from kvconform.dev.defects import known_defects, served, specification, target_of
+from kvconform.errors import UsageError
 from kvconform.explore.workload import Workload
 from kvconform.files import scratch_root
 from kvconform.process.forking import forked_after_import
@@ -32,6 +34,8 @@ from kvconform.process.forking import forked_after_import
 if TYPE_CHECKING:
     from kvconform.explore.outcome import Outcome
 
+LIMIT = 300.0
+"""Seconds of processor time for a defect, unless the command line says otherwise."""
 SHRINK = 150
 SHRINK_SECONDS = 60.0
 """Limits of the reduction of a failing workload: number of runs, and seconds."""
@@ -194,9 +198,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--seconds",
         type=float,
-        default=300.0,
         help="processor time for the search of one defect (default: 300)",
     )
+    parser.add_argument("--minutes", type=float, help="the same in minutes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=1, metavar="N", help="one defect in N")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
@@ -205,13 +209,17 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="file for the results, a line of JSON each")
     given = parser.parse_args(arguments)
+    try:
+        limit = in_seconds(given.minutes, given.seconds) or LIMIT
+    except UsageError as error:
+        parser.error(error.message)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     names = given.ids or list(known_defects())[:: given.every]
     if unknown := sorted(set(names) - set(known_defects())):
         print(f"there is no defect {unknown[0]!r}", file=sys.stderr)
         return 2
     results: list[Search] = []
-    for each in _results(names, given.jobs, (given.seconds, given.seed, not given.no_shrink)):
+    for each in _results(names, given.jobs, (limit, given.seed, not given.no_shrink)):
         results.append(each)
         _print(each)
         if given.out is not None:

@@ -21,6 +21,7 @@ from typing import Annotated
 
 import typer
 
+from kvconform.config.limits import in_seconds
 from kvconform.config.target import Target
 from kvconform.contract.case import SLOW, Case, Device, Variant
 from kvconform.contract.loader import Spec, load_spec
@@ -143,12 +144,18 @@ def main(
         bool,
         typer.Option(help="run on an emulated CUDA device, with the connectors that use streams"),
     ] = False,
-    minutes: Annotated[float, typer.Option(help="start no further seed after this time")] = 1e9,
+    minutes: Annotated[
+        float | None, typer.Option(help="start no further seed after this time")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="the same in seconds, instead of --minutes")
+    ] = None,
 ) -> None:
     """Print every failure of correct but unusual connectors, on all cases."""
     from kvconform.process import watchdog
     from kvconform.refimpl.variants.registry import STREAMED, VARIANTS
 
+    limit = in_seconds(minutes, seconds)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     spec = load_spec()
     start = time.monotonic()
@@ -176,11 +183,11 @@ def main(
             ):
                 print(*tally.alarms, sep="\n", end="\n" if tally.alarms else "")
                 supported = sum(tally.runs.values()) - sum(tally.unsupported.values())
-                seconds = time.monotonic() - start
+                taken = time.monotonic() - start
                 counts = f"{supported} runs judged, {len(tally.alarms)} alarms"
-                print(f"seed {seed}: {counts}, {seconds:.0f} s", flush=True)
+                print(f"seed {seed}: {counts}, {taken:.0f} s", flush=True)
                 alarms += len(tally.alarms)
-                if seconds > 60 * minutes:
+                if limit is not None and taken > limit:
                     break
     finally:
         watchdog.stop()

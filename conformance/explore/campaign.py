@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A campaign: runs workloads, groups failures by cause, and shrinks each to a case in a file.
 
+A failure is written when it is found, and again whenever its workload has become smaller, so that
+an interrupted campaign leaves every failure with a case.
 A corpus is a folder with the workloads that reached something new. Later campaigns continue from
 it, and CI replays it. `seeds.jsonl` has one workload per line with the pairs that it was the first
 to reach; `state.json` has the number of workloads drawn.
@@ -9,15 +11,11 @@ to reach; `state.json` has the number of workloads drawn.
 from __future__ import annotations
 
 import json
-import re
-import shlex
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,10 +26,12 @@ from kvconform.explore.mutate import mutated
 from kvconform.explore.outcome import DIED, Failure, Outcome, Pair
 from kvconform.explore.pool import Pool
 from kvconform.explore.shrink import shrink
-from kvconform.explore.workload import WIDTH, Workload, text_of
+from kvconform.explore.workload import Workload
 
 MUTATED = 2
 """One in MUTATED workloads is newly drawn; the others are mutations of workloads of the corpus."""
+SHRINKING = 0.25
+"""Share of a time limit that is left for shrinking, if something has failed."""
 
 
 @contextmanager
@@ -131,13 +131,15 @@ Key = tuple[str, str | None, bool]
 class Found:
     """One cause of failure, and the first workload that showed it, which shrinking replaces.
 
-    `count`: workloads with this failure. `tries`: runs spent on shrinking. `path`: the case's file.
+    `count`: workloads with this failure. `tries`: runs spent on shrinking. `shrunk`: shrinking has
+    come to its end. `path`: the case's file.
     """
 
     failure: Failure
     workload: Workload
     count: int = 1
     tries: int = 0
+    shrunk: bool = False
     path: Path | None = None
 
 
@@ -157,8 +159,8 @@ class Campaign:
     corpus: Corpus = field(default_factory=Corpus)
     new: int = 0
 
-    def add(self, workload: Workload, outcome: Outcome) -> None:
-        """Add a workload's outcome."""
+    def add(self, workload: Workload, outcome: Outcome) -> list[Found]:
+        """Add a workload's outcome; return the failures that no earlier one had."""
         self.runs += 1
         self.unsupported += outcome.unsupported
         self.capabilities = outcome.capabilities or self.capabilities
@@ -168,11 +170,23 @@ class Campaign:
         self.unmarked.update(outcome.unmarked)
         if outcome.error is not None:
             self.errors.append((workload, outcome.error))
+        new: list[Found] = []
         for failure in root_causes(outcome.failures):
             if failure.key in self.found:
                 self.found[failure.key].count += 1
             else:
                 self.found[failure.key] = Found(failure, workload)
+                new.append(self.found[failure.key])
+        return new
+
+    @property
+    def judged(self) -> int:
+        """Number of workloads that were judged: run, supported by the connector, no error."""
+        return self.runs - self.unsupported - len(self.errors)
+
+    def by_frequency(self) -> list[Found]:
+        """Return the failures, the most frequent first."""
+        return sorted(self.found.values(), key=lambda each: -each.count)
 
 
 def root_causes(failures: list[Failure]) -> list[Failure]:
@@ -191,77 +205,76 @@ def root_causes(failures: list[Failure]) -> list[Failure]:
 def explore(
     pool: Pool,
     workloads: Iterable[Workload],
+    campaign: Campaign,
     *,
-    minutes: float | None,
+    seconds: float | None,
+    found: Callable[[Found], None],
     progress: Callable[[Campaign], None],
-    corpus: Corpus | None = None,
-) -> Campaign:
-    """Run the workloads and return the results; start no further one after `minutes`.
+) -> None:
+    """Run the workloads and add their results to the campaign.
 
-    Workloads that reach something new are added to `corpus`. `progress` is called after each one.
+    No further one is started after `seconds`, or before that if there are failures to shrink.
+    `found` gets each new failure at once. `progress` is called after each workload.
     """
-    campaign = Campaign(corpus=corpus or Corpus())
     began = time.monotonic()
-    limited = workloads if minutes is None else _until(workloads, began + 60 * minutes)
+    limited = workloads if seconds is None else _until(workloads, campaign, began, seconds)
     for workload, outcome in pool.outcomes(limited):
-        campaign.add(workload, outcome)
+        for new in campaign.add(workload, outcome):
+            found(new)
         campaign.seconds = time.monotonic() - began
         progress(campaign)
-    return campaign
 
 
-def _until(workloads: Iterable[Workload], end: float) -> Iterator[Workload]:
+def _until(
+    workloads: Iterable[Workload], campaign: Campaign, began: float, seconds: float
+) -> Iterator[Workload]:
+    """Yield workloads until the time is over; leave SHRINKING of it if something failed."""
     for workload in workloads:
-        if time.monotonic() > end:
+        share = 1 - SHRINKING if campaign.found else 1
+        if time.monotonic() - began > share * seconds:
             return
         yield workload
 
 
 def reduce(
-    pool: Pool, campaign: Campaign, folder: Path, again: str, *, tries: int, limit: int
+    pool: Pool, campaign: Campaign, keep: Callable[[Found], None], *, tries: int, limit: int
 ) -> None:
-    """Shrink the most frequent failures and write them as cases to `folder`.
+    """Shrink the most frequent failures until they are small, or the pool's time is over.
 
-    `again`: the command that runs a case. `tries`: runs to spend on each. `limit`: failures to
-    shrink.
+    `keep` gets a failure whenever its workload has become smaller. `tries`: runs to spend on each.
+    `limit`: failures to shrink.
     """
-    for found in sorted(campaign.found.values(), key=lambda each: -each.count)[:limit]:
-        found.workload, found.tries = shrink(
-            found.workload, partial(_still_fails, pool, found), tries
-        )
-        _keep(found, folder, again)
+    for found in campaign.by_frequency()[:limit]:
+        _shrink(pool, found, keep, tries)
 
 
-def _still_fails(pool: Pool, found: Found, workload: Workload) -> bool:
-    """Return whether the workload has the failure `found`, whose message it then updates."""
-    key = found.failure.key
-    [(_, outcome)] = list(pool.outcomes([workload], None if key[0] == DIED else [key[0]]))
-    same = [failure for failure in outcome.failures if failure.key == key]
-    found.failure = same[0] if same else found.failure
-    return bool(same)
+def _shrink(pool: Pool, found: Found, keep: Callable[[Found], None], tries: int) -> None:
+    """Shrink one failure; it stays `shrunk` = False if the time was over before the end."""
+
+    def fails(workload: Workload) -> bool:
+        """Return whether the smaller workload has the same failure, and replace the larger."""
+        failure = None if pool.over else _same(pool, found.failure, workload)
+        if failure is not None:
+            found.failure, found.workload = failure, workload
+            keep(found)
+        return failure is not None
+
+    if pool.over or tries == 0:
+        return
+    _, found.tries = shrink(found.workload, fails, tries)
+    found.shrunk = not pool.over
+    keep(found)
 
 
-def _keep(found: Found, folder: Path, again: str) -> None:
-    failure, workload = found.failure, found.workload
-    requirement, detail, risk = failure.key
-    key = "-".join(part for part in (requirement, detail, risk and "risk") if part)
-    name = re.sub(r"[^a-z0-9]+", "-", key.lower()).strip("-")
-    data = {
-        **workload.data,
-        "id": f"found.{name}",
-        "text": f"Found by exploration, and shrunk: fails {failure.requirement}.",
-    }
-    where = f"step {failure.step}" + (f", request {failure.req}" if failure.req else "")
-    path = folder / f"{name}.yaml"
-    said = textwrap.fill(
-        f"{failure.requirement} ({where}): {' '.join(failure.message.split())}", WIDTH
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        text_of(data, f"{said}\n{again} --case {shlex.quote(str(path))} --seed {workload.seed}"),
-        encoding="utf-8",
-    )
-    found.path = path
+def _same(pool: Pool, failure: Failure, workload: Workload) -> Failure | None:
+    """Return the failure with the same key that the workload has, or None."""
+    key = failure.key
+    requirements = None if key[0] == DIED else [key[0]]
+    for _, outcome in pool.outcomes([workload], requirements):
+        for each in outcome.failures:
+            if each.key == key:
+                return each
+    return None
 
 
 def first(workloads: Iterable[Workload], count: int) -> Iterator[Workload]:

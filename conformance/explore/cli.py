@@ -18,7 +18,7 @@ CONNECTOR = typer.Argument(
 )
 PROFILE = (
     "gate: 200 workloads, always the same; small: 2,000 small ones;"
-    " nightly: 5,000, others each day; hunt: until --minutes are over; races: aborts"
+    " nightly: 5,000, others each day; hunt: until --minutes or --seconds are over; races: aborts"
 )
 ENGINES = ("reference", "vllm", "all")
 
@@ -38,7 +38,10 @@ def explore(
     ] = None,
     minutes: Annotated[
         float | None,
-        option("--minutes", min=0.01, metavar="N", help="no further workload after this time"),
+        option("--minutes", metavar="N", help="time limit of all, shrinking included"),
+    ] = None,
+    seconds: Annotated[
+        float | None, option("--seconds", metavar="N", help="the same in seconds")
     ] = None,
     engine: Annotated[
         str | None, option("--engine", metavar="|".join(ENGINES), help="engines to run on [all]")
@@ -87,9 +90,13 @@ def explore(
             "--config", metavar="FILE", help="settings, instead of kvconform.toml or pyproject.toml"
         ),
     ] = None,
+    verbose: Annotated[
+        bool, option("--verbose", "-v", help="name all requirements that were never exercised")
+    ] = False,
 ) -> None:
     """Run random workloads; shrink failures to cases for `kvconform run --case FILE`."""
     from kvconform.config import settings
+    from kvconform.config.limits import in_seconds
     from kvconform.explore.command import run
 
     if connector and option_connector:
@@ -120,9 +127,10 @@ def explore(
     how = {
         "profile": profile,
         "examples": examples,
-        "minutes": minutes,
+        "seconds": in_seconds(minutes, seconds),
         "out": out,
         "tries": shrink,
         "folder": folder,
+        "verbose": verbose,
     }
     raise typer.Exit(run(settings.load(given, file=config), **how))  # type: ignore[arg-type]

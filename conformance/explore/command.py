@@ -8,41 +8,30 @@ import itertools
 import os
 import shlex
 import shutil
+import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from kvconform.compat.installed import check_vllm
 from kvconform.config.catalogue import check_connector_exists, check_connector_name, lacking
+from kvconform.config.folders import check_writable
 from kvconform.config.settings import Settings
-from kvconform.contract.loader import explained, load_spec
-from kvconform.errors import UsageError
+from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.explore import result
 from kvconform.explore.campaign import Campaign, Corpus, Found, explore, first, reduce
-from kvconform.explore.outcome import judgeable, never
+from kvconform.explore.keep import keep
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
 from kvconform.explore.workload import Workload
 from kvconform.report.causes import run_of
-from kvconform.report.layout import make_console, paragraph
+from kvconform.report.layout import make_console
 from kvconform.words import many
-
-SITUATIONS = (
-    "hit",
-    "load",
-    "preemption",
-    "rejected draft",
-    "abort",
-    "abort in flight",
-    "abort during a load",
-    "blocks held",
-    "id taken again",
-)
-"""Situations whose share is printed, by their names in `outcome.reached`."""
 
 LIMIT = 12
 """Number of failures to shrink."""
@@ -71,7 +60,9 @@ PROFILES = {
     "small": Profile(2_000, "small ones, many a second; the same every time", small=True),
     "nightly": Profile(5_000, "other workloads every day", daily=True, guided=True),
     "hunt": Profile(
-        1_000_000, "until --minutes are over; goes on where the corpus ends", guided=True
+        1_000_000,
+        "until --minutes or --seconds are over; goes on where the corpus ends",
+        guided=True,
     ),
     "races": Profile(
         4_000,
@@ -86,16 +77,21 @@ def run(
     *,
     profile: str,
     examples: int | None,
-    minutes: float | None,
+    seconds: float | None,
     out: Path,
     tries: int = 400,
     folder: Path | None = None,
+    verbose: bool = False,
 ) -> int:
     """Run a campaign, shrink its failures and print the result; return the exit code.
 
-    0: no failure, or only risks; 1: failures; 3: the harness failed. `folder`: of the corpus, which
-    is extended.
+    0: no failure, or only risks; 1: failures, or nothing was judged; 3: the harness failed.
+    `seconds` bounds all of it. `folder`: of the corpus, which is extended. `verbose`: name all
+    requirements that were never exercised.
+
+    EnvironmentProblem after SIGINT or SIGTERM, when what was found until then has been printed.
     """
+    end = None if seconds is None else time.monotonic() + seconds
     if profile not in PROFILES:
         raise UsageError(
             f"there is no profile {profile!r} of explore; there are {', '.join(PROFILES)}"
@@ -106,9 +102,10 @@ def run(
             " for random workloads on the complete vLLM: kvconform run --engine live --seeds 20"
         )
     chosen = PROFILES[profile]
-    if chosen.examples >= 1_000_000 and minutes is None and examples is None:
+    if chosen.examples >= 1_000_000 and seconds is None and examples is None:
         raise UsageError(
-            f"profile {profile} ends after --minutes N or --examples N: give one of them"
+            f"profile {profile} ends after --minutes N, --seconds N or --examples N:"
+            " give one of them"
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of every worker
     console = make_console()
@@ -125,7 +122,8 @@ def run(
         f" · profile {profile}: {chosen.text} · seed {seed}"
     )
     for option, place in (("--out", out), ("--corpus", folder)):
-        _writable(option, place)
+        if place is not None:
+            check_writable(option, place)
     corpus = Corpus(folder)
     if corpus.pairs:
         console.print(
@@ -133,32 +131,63 @@ def run(
             f" {corpus.drawn} drawn before"
         )
     workloads = first(_workloads(settings, chosen, seed, count, corpus), count)
-    with _scratch() as scratch, Pool(settings, scratch, settings.workers) as pool:
-        progress = _Progress(console, count).print
-        campaign = explore(pool, workloads, minutes=minutes, progress=progress, corpus=corpus)
-        corpus.save()
-        if campaign.found:
-            console.print(
-                f"shrinking {min(len(campaign.found), LIMIT)} of {len(campaign.found)} failures ..."
-            )
-            again = shlex.join([*run_of(settings), *settings.arguments])
-            reduce(pool, campaign, out, again, tries=tries, limit=LIMIT)
-        deaths = pool.deaths
-    _print(console, campaign, deaths)
+    again = shlex.join([*run_of(settings), *settings.arguments])
+    written = partial(keep, folder=out, again=again)
+    campaign = Campaign(corpus=corpus)
+    interrupted = False
+    with _scratch() as scratch, _ends_by_signal():
+        pool = Pool(settings, scratch, settings.workers, end)
+        try:
+            with pool:
+                _campaign(pool, console, campaign, workloads, written, count=count, tries=tries)
+        except KeyboardInterrupt:
+            interrupted = True
+    result.show(console, campaign, pool.deaths, verbose=verbose)
+    if interrupted:
+        raise EnvironmentProblem("interrupted")
     if any(not found.failure.risk for found in campaign.found.values()):
         return 1
-    return 3 if campaign.errors or not campaign.runs else 0
+    if campaign.errors:
+        return 3
+    return 0 if campaign.judged else 1
 
 
-def _writable(option: str, folder: Path | None) -> None:
-    """Check that the folder can be made and written to, before the first workload. UsageError."""
-    if folder is None:
-        return
-    existing = (each for each in (folder, *folder.absolute().parents) if each.exists())
-    there = next(existing, None)
-    if there is not None and not (there.is_dir() and os.access(there, os.W_OK)):
-        why = "may not be written to" if there.is_dir() else "is not a directory"
-        raise UsageError(f"{option} {folder}: {there} {why}; name another folder")
+def _campaign(
+    pool: Pool,
+    console: Console,
+    campaign: Campaign,
+    workloads: Iterator[Workload],
+    written: Callable[[Found], None],
+    *,
+    count: int,
+    tries: int,
+) -> None:
+    """Run and shrink. `written` writes a failure's case. `count`: of workloads, for progress."""
+
+    def found(new: Found) -> None:
+        written(new)
+        result.announce(console, new)
+
+    left = None if pool.end is None else pool.end - time.monotonic()
+    progress = _Progress(console, count).print
+    try:
+        explore(pool, workloads, campaign, seconds=left, found=found, progress=progress)
+    finally:
+        campaign.corpus.save()
+    if campaign.found and tries and not pool.over:
+        some = min(len(campaign.found), LIMIT)
+        console.print(f"shrinking {some} of {many(len(campaign.found), 'failure')} ...")
+        reduce(pool, campaign, written, tries=tries, limit=LIMIT)
+
+
+@contextlib.contextmanager
+def _ends_by_signal() -> Iterator[None]:
+    """Handle SIGTERM like Ctrl-C within the block."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _workloads(
@@ -214,64 +243,3 @@ class _Progress:
                 f"{campaign.runs}/{self.count} workloads, {speed:.0f} per second, {news},"
                 f" {many(len(campaign.found), 'failure')}"
             )
-
-
-def _failure(console: Console, found: Found) -> None:
-    """Print a failure with all that was found, and the case that shows it."""
-    failure = found.failure
-    risk = "risk: " if failure.risk else ""
-    console.print()
-    title = f"{failure.requirement}  {risk}in {many(found.count, 'workload')}"
-    console.print(Text(title, style="bold"), soft_wrap=True)
-    paragraph(console, "found", failure.message)
-    if not found.path:
-        paragraph(console, "case", "not shrunk")
-        return
-    requests, steps, *_ = found.workload.size
-    paragraph(console, "case", f"{found.path}")
-    paragraph(console, "", f"{many(requests, 'request')}, {many(steps, 'step')}")
-
-
-def _print(console: Console, campaign: Campaign, deaths: int) -> None:
-    ran = max(1, campaign.runs - campaign.unsupported)
-    shares = ", ".join(f"{name} {100 * campaign.reached[name] // ran}%" for name in SITUATIONS)
-    console.print(f"\nreached      {shares}")
-    asked = judgeable(load_spec().requirements.values(), campaign.capabilities)
-    unseen = never(asked, campaign.corpus.pairs)
-    console.print(
-        f"coverage     {len(campaign.corpus.pairs)} pairs, {campaign.new} of them new;"
-        f" {len(campaign.corpus.seeds)} workloads in the corpus"
-    )
-    if unseen:
-        text = f"{len(unseen)} of {many(len(asked), 'requirement')} were never exercised: "
-        paragraph(console, "gaps", text + ", ".join(unseen))
-    known = explained(load_spec())
-    for name, count in campaign.guarantees.most_common():
-        why = "NOT KNOWN: a fault of the engine or of this suite"
-        if name in known:
-            why = f"known: {known[name].id}, docs/engine-findings.md"
-        if unlike := campaign.unmarked[name]:
-            why = f"{unlike} of them NOT KNOWN: without the mark of {known[name].id}"
-        console.print(
-            f"vLLM         guarantee {name} was broken in {many(count, 'workload')} ({why});"
-            " not the connector's fault"
-        )
-    if deaths:
-        console.print(f"processes    {deaths} ended and were replaced")
-    for workload, error in campaign.errors[:5]:
-        console.print(f"harness      {workload.data['id']}: {error}")
-    if campaign.found:
-        for found in sorted(campaign.found.values(), key=lambda each: -each.count):
-            _failure(console, found)
-    risks = sum(found.failure.risk for found in campaign.found.values())
-    failures = len(campaign.found) - risks
-    verdict = many(failures, "failure") if failures else "nothing failed"
-    if risks:
-        verdict += f", {many(risks, 'risk')} (situations that vLLM does not bring about)"
-    if campaign.errors:
-        verdict += f", {many(len(campaign.errors), 'error')} of the harness"
-    speed = campaign.runs / max(campaign.seconds, 1e-9)
-    console.print(
-        f"\n{many(campaign.runs, 'workload')} in {campaign.seconds:.0f} s ({speed:.0f} per second):"
-        f" {verdict}"
-    )

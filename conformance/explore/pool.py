@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -93,10 +94,16 @@ class _Worker:
 
 
 class Pool:
-    """`count` worker processes; a context manager that ends them and what they started."""
+    """`count` worker processes; a context manager that ends them and what they started.
 
-    def __init__(self, settings: Settings, scratch: Path, count: int) -> None:
+    `end`: the time, by time.monotonic, at which jobs that still run are given up.
+    """
+
+    def __init__(
+        self, settings: Settings, scratch: Path, count: int, end: float | None = None
+    ) -> None:
         self.settings, self.scratch, self.count = settings, scratch, count
+        self.end = end
         self.deaths = 0
         # A variable may change what importing vLLM does, and a GPU is not used by forked processes.
         apart = bool(settings.env) or settings.device == "cuda"
@@ -123,20 +130,25 @@ class Pool:
             worker.connection.close()
         self._workers.clear()
 
+    @property
+    def over(self) -> bool:
+        """Whether the time is over."""
+        return self.end is not None and time.monotonic() >= self.end
+
     def outcomes(
         self, workloads: Iterable[Workload], requirements: list[str] | None = None
     ) -> Iterator[tuple[Workload, Outcome]]:
         """Yield every workload with its outcome, in order, whatever the number of processes.
 
-        Raises the error with which a worker failed to start, and EnvironmentProblem after RESTARTS
-        deaths.
+        When the time is over, workloads that still run have no outcome, and none is started. Raises
+        the error with which a worker failed to start, and EnvironmentProblem after RESTARTS deaths.
         """
         source = enumerate(workloads)
         waiting: dict[int, tuple[Workload, Outcome]] = {}
         pending = 0
         following = 0
         done = False
-        while not done or pending:
+        while (not done or pending) and not self.over:
             while len(self._workers) < self.count:
                 self._workers.append(self._start())
             for worker in self._workers:
@@ -160,6 +172,8 @@ class Pool:
             while following in waiting:
                 yield waiting.pop(following)
                 following += 1
+        for number in sorted(waiting):  # those before them were given up
+            yield waiting[number]
 
     def _start(self) -> _Worker:
         self._started += 1
@@ -173,12 +187,13 @@ class Pool:
         return _Worker(process, ours, name)
 
     def _readable(self) -> list[_Worker]:
-        """Wait until workers have sent something or died; return them."""
+        """Wait until workers have sent something or died, or the time is over; return them."""
         ends: dict[Any, _Worker] = {}
         for worker in self._workers:
             ends[worker.connection] = worker
             ends[worker.process.sentinel] = worker
-        ready = multiprocessing.connection.wait(list(ends))
+        left = None if self.end is None else max(0.0, self.end - time.monotonic())
+        ready = multiprocessing.connection.wait(list(ends), left)
         return list({id(ends[each]): ends[each] for each in ready}.values())
 
     def _take(self, worker: _Worker) -> Outcome | None:

@@ -40,6 +40,10 @@ def command(
     run: Annotated[
         bool, option("--run/--no-run", help="run a first check, one case per subject [--run]")
     ] = True,
+    workers: Annotated[
+        int | None,
+        option("--workers", "-n", metavar="N", help="processes of that check [2, or 1 on one CPU]"),
+    ] = None,
 ) -> None:
     """Find the connector of a repository, write settings, a workflow and a test, and check it."""
     if template is not None and (folder or connector):
@@ -69,7 +73,7 @@ def command(
             "nothing was judged; from a checkout of kvconform, nox -s init -- DIR installs vLLM"
         )
         raise EnvironmentProblem(f"{problem.message.rstrip('.')}; {advice}") from None
-    _judge(repository)
+    _judge(repository, workers)
 
 
 def _files(repository: Path, connector: str | None, here: Origin) -> dict[str, str]:
@@ -113,7 +117,7 @@ def _configured(repository: Path) -> tuple[str | None, str | None]:
     return None, None
 
 
-def _judge(repository: Path) -> None:
+def _judge(repository: Path, workers: int | None) -> None:
     from kvconform.config import settings
     from kvconform.session import launch
 
@@ -125,6 +129,7 @@ def _judge(repository: Path) -> None:
     given = {
         "profile": "smoke",
         "report_dir": str(repository / "kvconform-report"),
+        "workers": workers,
         "arguments": arguments,
     }
     loaded = settings.load(given, file=str(file))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvconform.config.folders import check_writable
 from kvconform.contract.capabilities import complete
 from kvconform.contract.loader import load_spec
 from kvconform.errors import UsageError
-from kvconform.explore import command
 from kvconform.explore.campaign import Corpus
 from kvconform.explore.dice import Dice
 from kvconform.explore.draw import drawn
@@ -128,8 +128,9 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(
 ) -> None:
     (tmp_path / "a-file").write_text("")
     with pytest.raises(UsageError, match="--out .*a-file is not a directory"):
-        command._writable("--out", tmp_path / name)
-    command._writable("--out", tmp_path / "new" / "folder")
+        check_writable("--out", tmp_path / name)
+    check_writable("--out", tmp_path / "new" / "folder")
+    assert not (tmp_path / "new").exists(), "the check leaves nothing"
 
 
 def test_what_the_connector_does_not_support_is_no_gap() -> None:

@@ -295,3 +295,11 @@ def test_the_template_passes_and_a_fault_in_it_is_found(tmp_path: Path) -> None:
     assert {"load.only-grant", "load.complete-or-failed"} <= set(
         failed.removeprefix("  FAIL:").replace(",", " ").split()
     )
+
+
+def test_workers_are_those_of_the_first_check(repository: Path) -> None:
+    done = init(repository, "-n", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list((repository / "kvconform-report" / "logs").glob("gw*.log"))) == 1
+    refused = init(repository, "--workers", "0")
+    assert refused.returncode == 2 and "workers" in refused.stderr

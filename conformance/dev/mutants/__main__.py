@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from kvconform.config.limits import in_seconds
 from kvconform.config.settings import parse
 from kvconform.dev.mutants import page
 from kvconform.dev.mutants.campaign import Choice, judge
@@ -48,6 +49,9 @@ def main(
     minutes: Annotated[
         float | None, typer.Option(help="start no further mutant of a subject after this time")
     ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="the same in seconds, instead of --minutes")
+    ] = None,
     explore: Annotated[
         float, typer.Option(help="seconds of random workloads for a mutant that no case kills")
     ] = 20.0,
@@ -72,8 +76,9 @@ def main(
     try:
         if pages:
             sys.exit(page.main(ROOT, check=check))
+        limit = in_seconds(minutes, seconds)
         choice = Choice(
-            sample, seed, parse(shard) if shard else None, minutes, tuple(only or ()), again
+            sample, seed, parse(shard) if shard else None, limit, tuple(only or ()), again
         )
         for each in [subject(one) for one in name] if name else subjects().values():
             problem = lacks(each, ROOT)

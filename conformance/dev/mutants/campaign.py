@@ -24,7 +24,7 @@ class Choice:
     """Which mutants to judge.
 
     - `sample`: how many of all, at random; None: all. A larger sample contains a smaller one.
-    - `shard`: the part of the sample. `minutes`: start no further one after this time.
+    - `shard`: the part of the sample. `seconds`: start no further one after this time.
     - `only`: texts of which a site must contain one.
     - `again`: judge those again that are recorded as survivors.
     """
@@ -32,7 +32,7 @@ class Choice:
     sample: int | None = None
     seed: int = 0
     shard: Shard | None = None
-    minutes: float | None = None
+    seconds: float | None = None
     only: tuple[str, ...] = ()
     again: bool = False
 
@@ -80,7 +80,7 @@ def judge(
             server.killers.add(each.site, each.run)
     began = time.monotonic()
     for mutation in left(chosen(all_of(server), choice), done, again=choice.again):
-        if choice.minutes is not None and time.monotonic() - began > 60 * choice.minutes:
+        if choice.seconds is not None and time.monotonic() - began > choice.seconds:
             return
         result = server.judge(mutation)
         results.append(path, result)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the folders that commands write to, before they begin."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+from kvconform.errors import UsageError
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Check that the folder can be made and written to, by doing so; leave nothing behind.
+
+    UsageError, with the option that names the folder, if it cannot.
+    """
+    missing = [each for each in (folder, *folder.absolute().parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"{option} {folder}: {why_not(folder, error)}; name another folder"
+        ) from None
+    finally:
+        for each in missing:
+            with contextlib.suppress(OSError):  # not made, or another process has used it
+                each.rmdir()
+
+
+def why_not(folder: Path, error: OSError) -> str:
+    """Return why nothing can be written to the folder: the file in its way, or the error."""
+    there = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+    if not there.is_dir():
+        return f"{there} is not a directory"
+    return f"it cannot be written to ({error.strerror or error})"
