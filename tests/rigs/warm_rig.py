@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,18 +105,22 @@ class Warm:
     """A warm server for the end-to-end tests of this process; they run without importing vLLM."""
 
     runtime: Path
-    started: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of the server, once it is started; tests may have set others since."""
 
     def run(self, *arguments: str, cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:
         """Run `kvconform run` through the server; its note on standard error is taken off."""
-        environment = {"XDG_RUNTIME_DIR": str(self.runtime)}
-        if not self.started:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("XDG_RUNTIME_DIR", str(self.runtime))
+        started = bool(self.environment)
+        if not started:
+            self.environment = {**os.environ, "XDG_RUNTIME_DIR": str(self.runtime)}
+        with pytest.MonkeyPatch.context() as patch:
+            for name in os.environ.keys() - self.environment.keys():
+                patch.delenv(name)
+            for name, value in self.environment.items():
+                patch.setenv(name, value)
+            if not started:
                 client.start(Settings(), client.path_for(Settings()))
-            self.started = True
-        more["env"] = environment | (more.get("env") or {})
-        done = program_rig.kvconform("run", *arguments, cwd=cwd, **more)
+            done = program_rig.kvconform("run", *arguments, cwd=cwd, **more)
         assert done.stderr.startswith(NOTE), done.stderr
         done.stderr = done.stderr.removeprefix(NOTE)
         return done
