@@ -571,9 +571,10 @@ _kind(
 _kind(
     "load.due",
     "kv",
-    "req:str generation:int transfer:str? granted:int missing:list wrong:list "
+    "req:str generation:int transfer:str? granted:int missing:list partial:list wrong:list "
     "reported_failed:bool promised:bool is_async:bool local:int by_group:list early_reads:list",
-    "The engine is about to rely on a grant. promised = the connector has declared that it keeps "
+    "The engine is about to rely on a grant. missing = positions that were not written completely; "
+    "partial = those of them of which some slot was written in part. promised = the connector has declared that it keeps "
     "this content, has found it, and nothing in the case makes a load fail. by_group = those of "
     "several groups that lack something: number, tokens per block, positions, block table. "
     "early_reads = where work on other streams was queued that read too early, so far.",

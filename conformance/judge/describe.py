@@ -78,9 +78,12 @@ def _changed(e: Event) -> str:
 
 def _due(e: Event) -> str:
     if e["missing"]:
+        how = "never written"
+        if e.get("partial"):
+            how = "written only in part" if e["partial"] == e["missing"] else f"{how} completely"
         return (
             f"of the {many(e['granted'], 'token')} granted to {e['req']}"
-            f" from position {e['local']}, {_positions(e['missing'])} never written"
+            f" from position {e['local']}, {_positions(e['missing'])} {how}"
             " and no failure was reported" + "".join(f"; {lack}" for lack in _lacking(e))
         )
     if e["wrong"] and e.get("early_reads"):

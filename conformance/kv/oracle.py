@@ -430,23 +430,27 @@ class Oracle(Loads):
         grant = next((each for each in awaited if each.awaits(layer, slot)), None)
         inside = grant is not None and grant.start <= pos < grant.end
         loading = grant is not None and inside and not grant.written[layer, pos - grant.start]
-        row = self.cache.read(layer, np.array([slot]))[0].numpy()
+        held = self._diagnosed(layer, chain, pos, slot, loading)
+        if grant is not None and inside and held.found == "not_yet_loaded":
+            grant.late.add((layer, pos))
+        self.pending.append(Wrong(layer, chain, pos, slot, held, grant))
+
+    def _diagnosed(
+        self, layer: int, chain: Chain, pos: int, slot: int, loading: bool = False
+    ) -> Diagnosis:
+        """Diagnose the content of `slot`, which is wrong for position `pos` of `chain`."""
         group = self._group(layer)
-        kin = None if group is None else self.cache.groups[group].layers
         loaded = self.fill_kind[slot] == EXTERNAL
-        held = diagnose(
+        return diagnose(
             self.registry,
-            row,
+            self.cache.read(layer, np.array([slot]))[0].numpy(),
             layer,
             chain,
             pos,
             loading=loading,
-            kin=kin,
+            kin=None if group is None else self.cache.groups[group].layers,
             block=slot // self.cache.stride if loaded else None,
         )
-        if loading and grant is not None:
-            grant.late.add((layer, pos))
-        self.pending.append(Wrong(layer, chain, pos, slot, held, grant))
 
     def settle_reads(self) -> None:
         """Emit kv.wrong for the wrong slots that were read since the last call.
@@ -458,7 +462,7 @@ class Oracle(Loads):
             block = item.slot // self.cache.stride
             if block in self.failed_blocks or item.chain.req in self.failed_reqs:
                 continue
-            if item.held.found == "not_yet_loaded" and not item.held.in_part:
+            if item.held.found == "not_yet_loaded":
                 # If it never arrived, load.due.missing has it. If it was late, `_granted` emits.
                 continue
             last = runs[-1] if runs else None
@@ -506,8 +510,8 @@ class Oracle(Loads):
     def due(self, grant: Grant, chain: Chain) -> None:
         """Close a grant that the engine is about to rely on, and emit load.due."""
         grant.open = False
-        missing = grant.missing()
         wrong: set[int] = set()
+        partial: set[int] = set()
         length = min(grant.end, len(chain.ids)) - grant.start
         if length > 0:
             rows = self.cache.book.rows(chain.array(grant.start, grant.start + length))
@@ -515,7 +519,14 @@ class Oracle(Loads):
                 slots = grant.slots[layer, :length]
                 there = np.nonzero(grant.written[layer, :length] & (slots >= 0))[0]
                 bad = self.cache.mismatches(layer, slots[there], rows[there, layer])
-                wrong.update(grant.start + int(there[i]) for i in bad)
+                for index in (int(there[i]) for i in bad):
+                    held = self._diagnosed(layer, chain, grant.start + index, int(slots[index]))
+                    if held.found == "not_yet_loaded":
+                        grant.written[layer, index] = False
+                        partial.add(grant.start + index)
+                    else:
+                        wrong.add(grant.start + index)
+        missing = grant.missing()
         lacking = grant.lacking()
         blocks_reported = bool(lacking) and lacking <= self.failed_blocks | grant.failed
         reported = grant.given_up or grant.req in self.failed_reqs or blocks_reported
@@ -526,6 +537,7 @@ class Oracle(Loads):
             transfer=grant.transfer,
             granted=grant.end - grant.start,
             missing=missing,
+            partial=sorted(partial),
             wrong=sorted(wrong),
             reported_failed=reported,
             promised=grant.req in self.promised,

@@ -273,8 +273,7 @@ class Diagnosis(NamedTuple):
 
     `found` is one of `contract.events.PROVENANCE`, `side` is k, v or both, `origin` says in words
     where the bytes came from. `req` and `pos` are the request and the position that they were first
-    computed for, as far as that is known; of `never_computed` only the request. `in_part`: only a
-    part of the slot is not loaded.
+    computed for, as far as that is known; of `never_computed` only the request.
     """
 
     found: str
@@ -282,7 +281,6 @@ class Diagnosis(NamedTuple):
     origin: str
     req: str | None = None
     pos: int | None = None
-    in_part: bool = False
 
 
 def diagnose(
@@ -323,10 +321,10 @@ def diagnose(
         return Diagnosis("unknown", side, "bytes that no engine of this run ever wrote")
     found = {hit[0] for hit in hits if hit is not None}
     unwritten = registry.poison_of(reader.req, block)
-    if unwritten in found and not loading:
+    if unwritten in found:
         part = "a part of the slot" if len(found) > 1 else "the slot"
         words = f"{registry.origins[unwritten]}: the load has not written {part}"
-        return Diagnosis("not_yet_loaded", side, words, in_part=len(found) > 1)
+        return Diagnosis("not_yet_loaded", side, words)
     if len(found) > 1:
         mixed = [registry.origins[each] for each in sorted(found)[:3]]
         words = f"a mixture of {'; '.join(map(str, mixed))}"

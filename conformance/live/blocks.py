@@ -312,6 +312,7 @@ class BlockOracle:
             transfer=grant.transfer,
             granted=grant.end - grant.start,
             missing=_positions(missing, size),
+            partial=[],
             wrong=_positions(wrong, size),
             reported_failed=reported,
             promised=False,

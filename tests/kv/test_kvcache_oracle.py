@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from core_rig import BLOCK, Machine, output
+from kvconform.judge.describe import describe
 from kvconform.kv.oracle import Fill, slots_of
 from kvconform.kv.provenance import Chain, Identity, Origin
 
@@ -133,6 +134,39 @@ def test_one_layer_that_never_arrives_is_missing(shared: Machine) -> None:
     load_step(shared, before=lambda: loader(shared, layers=(1,)))
     assert shared.events("load.due")[0]["missing"] == [4, 5, 6, 7, 8]
     assert not shared.events("kv.wrong")
+
+
+def load_heads(machine: Machine, heads: slice) -> None:
+    """Load these heads of positions 4 to 8 of `a`, and leave the others as they are."""
+    chain = machine.batch.requests["a"].chain
+    rows = machine.book.rows(chain.array(4, 9), nonce=0x5A5A)
+    for index, slot in enumerate(slots_of([1, 2, 3, 4], 4, 9, BLOCK)):
+        for layer in (0, 1):
+            row = machine.cache.read(layer, slot[None])[0].numpy()
+            row[heads] = rows[index, layer][heads]
+            machine.put_row(layer, int(slot), row)
+
+
+def test_slots_that_stay_written_in_part_are_missing_and_nothing_else(shared: Machine) -> None:
+    load_step(shared, before=lambda: load_heads(shared, slice(1)))
+    (due,) = shared.events("load.due")
+    assert due["missing"] == due["partial"] == [4, 5, 6, 7, 8]
+    assert due["wrong"] == []
+    assert not shared.events("kv.wrong")
+    assert shared.worker.corrupt == {"a"}
+    assert "positions 4-8 were written only in part" in (describe(due) or "")
+
+
+def test_a_slot_whose_other_part_arrives_after_the_read_is_late(shared: Machine) -> None:
+    load_step(
+        shared,
+        before=lambda: load_heads(shared, slice(1)),
+        after=lambda: load_heads(shared, slice(1, None)),
+    )
+    (due,) = shared.events("load.due")
+    assert (due["missing"], due["partial"]) == ([], [])
+    assert {e["found"] for e in shared.events("kv.wrong")} == {"not_yet_loaded"}
+    assert {e["pos"] for e in shared.events("kv.wrong")} == {4, 5, 6, 7, 8}
 
 
 def test_a_load_that_arrives_after_the_read_is_late_and_not_missing(shared: Machine) -> None:

@@ -50,6 +50,7 @@ class Severity(_Part):
     effect: Literal[
         "wrong-tokens",
         "engine-ends",
+        "request-fails",
         "request-hangs",
         "memory-leak",
         "lost-reuse",
@@ -57,7 +58,7 @@ class Severity(_Part):
         "good-practice",
         "no-effect",
     ] = Field(
-        description="request-hangs: a request or a process waits without end; lost-reuse: KV that"
+        description="request-fails: a request ends with an error; request-hangs: a request or a process waits without end; lost-reuse: KV that"
         " was computed is computed again; good-practice: only programs that go on after the engine"
         " see it; no-effect: a rule is broken, and nothing of it was seen"
     )
