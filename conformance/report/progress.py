@@ -18,7 +18,8 @@ EVERY = 60.0
 
 
 class Progress:
-    """Progress display: a bar on a terminal, a line every EVERY seconds elsewhere.
+    """Progress display: a bar on a terminal; elsewhere a line at the first result and every EVERY
+    seconds.
 
     Prints nothing before `start` and after `stop`.
     """
@@ -30,9 +31,10 @@ class Progress:
         self.failing: set[str] = set()
         self._bar: Bar | None = None
         self._last = time.monotonic()
+        self._begun = False
 
     def start(self) -> None:
-        """Show the bar, or print the first line."""
+        """Show the bar on a terminal."""
         if self.console.is_terminal:
             now = TextColumn("{task.fields[now]}")
             self._bar = Bar(
@@ -47,11 +49,22 @@ class Progress:
             self._task = self._bar.add_task(
                 "running", total=self.total, now="importing vLLM (6-10 s)"
             )
-        else:
+
+    def _begin(self, refused: str | None) -> None:
+        """Say, at the first result, what comes: all runs, or why there will be none."""
+        self._begun = True
+        if refused is not None:
+            self.console.print(refused, highlight=False, markup=False)
+        elif self._bar is None:
             self.console.print(f"running {many(self.total, 'run')} ...", highlight=False)
 
-    def done(self, variant: str, rows: Sequence[Row]) -> None:
-        """Count the run of a variant as done, and its failures."""
+    def done(self, variant: str, rows: Sequence[Row], refused: str | None = None) -> None:
+        """Count the run of a variant as done, and its failures.
+
+        `refused` says why the run was not made, if vLLM does not construct the class.
+        """
+        if not self._begun:
+            self._begin(refused)
         self.count += 1
         self.failing |= {
             row.requirement for row in rows if row.verdict is Verdict.FAIL and row.gating

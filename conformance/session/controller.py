@@ -275,7 +275,7 @@ class Controller:
         found = self.collector.add(found)
         judged = [] if self.settings.full else jsonl.judged_of(self.collector)
         self._stream.write(jsonl.lines_of(found, judged=judged))
-        self.progress.done(found.variant, found.rows)
+        self.progress.done(found.variant, found.rows, found.refused)
         if self.listener is not None:
             self.listener(found, lines or {}, seconds)
 

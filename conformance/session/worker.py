@@ -281,7 +281,7 @@ class Worker:
         """Run and judge a variant, and render its timelines and its story."""
         if self._refused is not None and variant.case.inspect is None:
             rows = self._same_rows(variant, Verdict.UNSUPPORTED, self._refused)
-            return CaseReport(variant.id, rows=rows)
+            return CaseReport(variant.id, rows=rows, refused=self._refused)
         limit = LIVE_LIMIT
         if variant.engine != "live":
             limit = watchdog.case_limit(self.settings.hook_timeout)
@@ -305,6 +305,7 @@ class Worker:
         }
         report.story = story_of(report.trace, report.rows)
         report.places = self._places
+        report.refused = self._refused
         if self.settings.trace is not None:
             report.printed = timeline.render(report.trace)
         return report
