@@ -455,11 +455,24 @@ class IdleStep(BaseStep):
     idle: Annotated[Idle, BeforeValidator(_idle, json_schema_input_type=PositiveInt | Idle)]
 
 
-class Otherwise(Model):
-    """What a new engine has otherwise than the one before it, with as many ranks."""
+DType = Literal["float32", "float16", "bfloat16"]
+CacheDType = Literal["auto", "float16", "bfloat16"]
 
+
+class Otherwise(Model):
+    """What a new engine has otherwise than the one before it, with as many ranks.
+
+    The fields are those of `config`.
+    """
+
+    tensor_parallel: Literal[1, 2] | None = None
+    pipeline_parallel: Literal[1, 2] | None = None
     context_parallel: Literal[1, 2, 3, 4] | None = Field(
         default=None, description="ranks that a block's tokens are split over"
+    )
+    dtype: DType | None = Field(default=None, description="of the model, and so of its KV")
+    cache_dtype: CacheDType | None = Field(
+        default=None, description="of the KV cache, if it is not the model's"
     )
     model: str | None = Field(
         default=None, description="name of another model of the same sizes, whose KV is another"
@@ -477,8 +490,8 @@ class RestartStep(BaseStep):
 
     `engine`: in the same process. `process`: in another one, which is forked and so has the same
     hash seed and addresses. `interpreter`: the first part runs in a fresh interpreter with another
-    hash seed; vLLM's block hashes stay the same. `{context_parallel: 4}`, `{model: other/model}`:
-    as `process`, and with another configuration.
+    hash seed; vLLM's block hashes stay the same. `{context_parallel: 4}`, `{dtype: float16}`,
+    `{model: other/model}`: as `process`, and with another configuration.
     """
 
     restart: Literal["engine", "process", "interpreter"] | Otherwise
