@@ -133,6 +133,36 @@ class MultiModal(Model):
     alike: Alike | None = None
 
 
+class Embeds(Model):
+    """A prompt given as embeddings, without token ids.
+
+    Row n is that of content `of`, or from row `until` on that of content `then`.
+    """
+
+    of: str
+    until: PositiveInt | None = None
+    then: str | None = None
+
+    @model_validator(mode="after")
+    def _both(self) -> Embeds:
+        if (self.until is None) != (self.then is None):
+            raise ValueError("embeds: `until` and `then` belong together")
+        return self
+
+    def parts(self, length: int) -> list[tuple[str, int, int]]:
+        """Return (content, first row, end) of each part of a prompt of `length` tokens."""
+        if self.until is None or self.then is None or self.until >= length:
+            return [(self.of, 0, length)]
+        return [(self.of, 0, self.until), (self.then, self.until, length)]
+
+
+def _embeds(value: Any) -> Any:
+    return {"of": value} if isinstance(value, str) else value
+
+
+EmbedsOrContent = Annotated[Embeds, BeforeValidator(_embeds, json_schema_input_type=str | Embeds)]
+
+
 class Handed(Model):
     """The kv_transfer_params that request `of` ended with.
 
@@ -163,7 +193,7 @@ class Add(Model):
     salt: str | None = None
     lora: LoraOrName | None = None
     mm: list[MultiModal] = []
-    embeds: str | None = Field(
+    embeds: EmbedsOrContent | None = Field(
         default=None,
         description="the prompt is given as embeddings: of this content, and without token ids",
     )

@@ -122,13 +122,13 @@ class Identity:
         salt: str | None = None,
         adapter: Adapter | None = None,
         items: Sequence[Mapping[str, object]] = (),
-        embeds: tuple[str, int] | None = None,
+        embeds: Sequence[tuple[str, int, int]] = (),
         model: str | None = None,
     ) -> Identity:
         """Return the identity of a request with these extras.
 
-        `items` have `at`, `length` and `id`. `embeds`: content and length of a prompt that is given
-        as embeddings. `model`: name of the model, if it is not the run's first one.
+        `items` have `at`, `length` and `id`. `embeds`: (content, first row, end) of the parts of a
+        prompt that is given as embeddings. `model`: name of the model, if it is not the run's first one.
         """
         base = 0
         if model:
@@ -141,9 +141,9 @@ class Identity:
         for item in items:
             start, length = int(str(item["at"])), int(str(item["length"]))
             spans.append((start, start + length, text_id(f"mm:{item['id']}")))
-        if embeds:
-            content, length = embeds
-            spans.append((0, length, text_id(f"embeds:{content}")))
+        for content, start, end in embeds:
+            # A row depends on its number in the prompt, not on that in its part.
+            spans.append((start, end, text_id(f"embeds:{content}") + start))
         return Identity(base, tuple(spans))
 
     def extra(self, position: int) -> int:

@@ -235,7 +235,7 @@ IMAGE = {"at": 2, "length": 2, "id": "img"}
         ({"items": [IMAGE]}, 2),
         ({"items": [{**IMAGE, "at": 3}]}, 3),
         ({"items": [{**IMAGE, "id": "other"}]}, 2),
-        ({"embeds": ("speech", len(TOKENS))}, 0),
+        ({"embeds": [("speech", 0, len(TOKENS))]}, 0),
     ],
 )
 def test_identity_changes_the_ids_from_where_it_begins_on(
@@ -257,8 +257,8 @@ def test_identities_differ_from_each_other() -> None:
             {"adapter": Adapter.of("x")},
             {"adapter": Adapter.of("x", "/elsewhere")},
             {"salt": "x", "adapter": Adapter.of("x")},
-            {"embeds": ("x", len(TOKENS))},
-            {"embeds": ("y", len(TOKENS))},
+            {"embeds": [("x", 0, len(TOKENS))]},
+            {"embeds": [("y", 0, len(TOKENS))]},
             {"items": [IMAGE]},
             {"items": [{**IMAGE, "at": 3}]},
             {"items": [{**IMAGE, "id": "other"}]},
