@@ -93,6 +93,7 @@ CHANNELS = ("hooks", "sched", "kv", "plan", "device", "live", "harness")
 
 PROVENANCE = (
     "never_computed",
+    "on_failed_load",
     "poison",
     "other_request",
     "other_identity",

@@ -245,6 +245,7 @@ class Follower(Worker):
         self.rows = leader.rows
         self._nonce = leader._nonce
         self._corruption = leader._corruption
+        self._unsound = set()
         if output.total_num_scheduled_tokens:
             book = self.cache.book
             content = np.concatenate([row.content() for row in self.rows])

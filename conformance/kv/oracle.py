@@ -446,6 +446,8 @@ class Oracle(Loads):
         )
         if loading and grant is not None:
             grant.late.add((layer, pos))
+        if held.found == "on_failed_load" and not loaded:
+            return  # a step that was in flight when the load failed; the engine drops its output
         self.pending.append(Wrong(layer, chain, pos, slot, held, grant))
 
     def settle_reads(self) -> None:

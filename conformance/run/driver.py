@@ -465,6 +465,8 @@ class Driver:
         positions = None if fail.positions == "all" else list(fail.positions)
         self.engine.connector.kvconform_fail_load(req_id, positions)
         self.state.failing.add(req_id)
+        for rank in self.engine.ranks.members:
+            rank.worker.failing.add(req_id)
 
     def _damage(self, damage: Damage) -> None:
         if self.engine.connector is not None:

@@ -71,6 +71,10 @@ def draft(world: World) -> np.ndarray:
     return world.row(99)
 
 
+def unsound(world: World) -> np.ndarray:
+    return world.row(world.registry.unsound(world.reader.ids[3]))
+
+
 def past_end(world: World) -> np.ndarray:
     longer = world.chain("a", 1, [*TOKENS, 17], "salt")
     return world.row(longer.ids[-1])
@@ -89,6 +93,7 @@ CASES: dict[str, tuple[Wrong, tuple[str, ...]]] = {
         ("token 14", "position 3", "request b"),
     ),
     "other_position": (lambda w: w.row(w.reader.ids[2]), ("token 13", "position 2", "request a")),
+    "on_failed_load": (unsound, ("token 14", "position 3", "request a", "load that failed")),
     "rejected_draft": (draft, ("draft", "position 3", "request a")),
     "past_end": (past_end, ("token 17", "position 6", "request a")),
     "stale_generation": (
@@ -143,6 +148,7 @@ COMPUTED_FOR = {
     "other_request": ("b", 3),
     "other_identity": ("b", 3),
     "other_position": ("a", 2),
+    "on_failed_load": ("a", 3),
     "rejected_draft": ("a", 3),
     "past_end": ("a", 6),
     "stale_generation": ("a", 3),
