@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.plan import Load
+from kvconform.refimpl.plan import Load, Save
 from kvconform.refimpl.store import DirectoryStore
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class TogglesEpoch(ReferenceConnector):
@@ -30,3 +35,20 @@ class LosesAll(ReferenceConnector):
         if len(self._invalid) > before:
             for key in list(self._store.keys()):
                 self._store.drop(key)
+
+
+class SavesUponFailedLoads(ReferenceConnector):
+    """Saves what a step computes upon blocks whose load has failed."""
+
+    def _is_sound(self, save: Save) -> bool:
+        return True
+
+
+class RepairsForEver(ReferenceConnector):
+    """Takes a block whose load failed once, and was acknowledged, for repaired ever after."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        repaired = set(self._repaired)
+        metadata = super().build_connector_meta(scheduler_output)
+        self._repaired = repaired
+        return metadata
