@@ -188,6 +188,13 @@ _kind(
     "be loaded; whether the engine was restarted in between.",
 )
 _kind(
+    "profile.repaired",
+    "harness",
+    "req:str of:str promised:int reloadable:int",
+    "A request repeats content that another one computed again when its load had failed: how much "
+    "of it the declared capabilities promise, and how much can be loaded.",
+)
+_kind(
     "soak.grown",
     "harness",
     "holder:str place:str numbers:list",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.plan import Load, Save
 from kvconform.refimpl.store import DirectoryStore
+from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -52,3 +53,15 @@ class RepairsForEver(ReferenceConnector):
         metadata = super().build_connector_meta(scheduler_output)
         self._repaired = repaired
         return metadata
+
+
+class LostForGood(ReferenceConnector):
+    """Counts up to where a request is stored, and not down when the engine computes it again."""
+
+    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
+        stored = self.__dict__.setdefault("_stored_of", {})
+        req_id = tracked.request.request_id
+        tracked.saved = max(tracked.saved, stored.get(req_id, 0))
+        save = super()._plan_save(tracked, end, scheduled, final)
+        stored[req_id] = tracked.saved
+        return save
