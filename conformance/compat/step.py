@@ -324,7 +324,8 @@ def build_request(
     """Return vLLM's own Request, as the engine core would make it.
 
     `structured`: with a grammar that is still being compiled. `embeds`: the prompt is given as
-    embeddings, these (content, first row, end), and `tokens` only has its length. `session`: it can be continued.
+    embeddings, these (content, first row, end), and `tokens` only has its length. `session`: it can
+    be continued.
     """
     sampling = SamplingParams(
         max_tokens=max_tokens,

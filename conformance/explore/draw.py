@@ -31,12 +31,15 @@ OVER_STORE = "store"
 def over_store(dice: Dice, block: int) -> tuple[list[Data], int]:
     """Draw steps of two engines that share a store: one loads what the other has saved.
 
+    Often the first one is still busy then; now and then it asks for what the second one has saved.
+
     Returns (steps, length of the longest request with its output).
     """
     found: list[Data] = []
     lengths: dict[str, int] = {}
-    for engine, names in (("p", "ab"), ("d", "cde")):
-        found += [{"on": engine}] if engine == "d" else []
+    parts = [("p", "ab"), ("d", "cde")] + [("p", "fg")] * dice.one_in(2)
+    for engine, names in parts:
+        found += [{"on": engine}] if found else []
         for name in names[: dice.number(1, len(names))]:
             if not lengths or dice.one_in(4):
                 lengths[name] = max(2, dice.number(1, 4) * block + dice.pick([-1, 0, 1, 2]))

@@ -130,7 +130,8 @@ class Identity:
         """Return the identity of a request with these extras.
 
         `items` have `at`, `length` and `id`. `embeds`: (content, first row, end) of the parts of a
-        prompt that is given as embeddings. `model`: name of the model, if it is not the run's first one.
+        prompt that is given as embeddings. `model`: name of the model, if it is not the run's first
+        one.
         """
         base = 0
         if model:

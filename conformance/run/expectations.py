@@ -310,7 +310,9 @@ class Reloads:
     def _repaired(self, source: str, request: Any, event: Event) -> None:
         """Emit profile.repaired if `source` computed again what a load of its own had lost."""
         state = self.state
-        ended = [e for e in self._of_source("req.finished", source) if e["status"] != "FINISHED_ERROR"]
+        ended = [
+            e for e in self._of_source("req.finished", source) if e["status"] != "FINISHED_ERROR"
+        ]
         failed = [e for e in state.trace.events if e["kind"] == "transfer.failed"]
         own = [e for e in failed if e["req"] == state.ids[source]]
         over = bool(ended and own) and failed[-1]["seq"] < ended[-1]["seq"]

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.plan import Load, Save
-from kvconform.refimpl.store import DirectoryStore
+from kvconform.refimpl.store import DirectoryStore, Store
 from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
@@ -65,3 +66,16 @@ class LostForGood(ReferenceConnector):
         save = super()._plan_save(tracked, end, scheduled, final)
         stored[req_id] = tracked.saved
         return save
+
+
+class StoresEveryStep(ReferenceConnector):
+    """Stores every chunk of a request again in each of its steps."""
+
+    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
+        tracked.saved = 0
+        store = self._store
+        self._store = cast(Store, SimpleNamespace(has=lambda key: False, epoch=store.epoch))
+        try:
+            return super()._plan_save(tracked, end, scheduled, final)
+        finally:
+            self._store = store

@@ -10,8 +10,8 @@ from kvconform.refimpl.connector import Finish, ReferenceConnector
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-    from vllm.v1.request import Request
     from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 Finished = tuple[set[str] | None, set[str] | None]
 
