@@ -44,10 +44,13 @@ def root_key(vllm_config: VllmConfig) -> bytes:
         parts.append(str(getattr(model, name, None)))
     parts.append(str(getattr(vllm_config.cache_config, "cache_dtype", None)))
     parts.append(str(parallel.world_size))
-    # The tokens of a block are split over so many ranks.
+    # The tokens of a block are split over so many ranks, and the layers.
     slices = parallel.decode_context_parallel_size
     if slices > 1:
         parts.append(f"cp{slices}")
+    stages = parallel.pipeline_parallel_size
+    if stages > 1:
+        parts.append(f"pp{stages}")
     return digest(*parts)
 
 

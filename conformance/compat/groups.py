@@ -73,13 +73,13 @@ def make_mtp(config: Any) -> None:
     config.speculative_config.method = "mtp"
 
 
-def _spec(group: Group, head_dim: int, heads: int) -> Any:
+def _spec(group: Group, head_dim: int, heads: int, dtype: torch.dtype) -> Any:
     """Return the KVCacheSpec of a group; `heads`: of the model."""
     shape: dict[str, Any] = dict(
         block_size=group.block_size,
         num_kv_heads=group.heads,
         head_size=head_dim,
-        dtype=torch.float32,
+        dtype=dtype,
     )
     if group.recurrent:
         page = heads * group.block_size * 2 * head_dim * ITEM
@@ -100,7 +100,8 @@ def _spec(group: Group, head_dim: int, heads: int) -> Any:
 def build_cache_config(cache: PagedCache) -> KVCacheConfig:
     """Return the KVCacheConfig of a cache; layers of different groups share the same bytes."""
     names = [[cache.names[layer] for layer in group.layers] for group in cache.groups]
-    specs = [_spec(group, cache.book.head_dim, cache.book.heads) for group in cache.registered]
+    book, dtype = cache.book, cache.dtype
+    specs = [_spec(group, book.head_dim, book.heads, dtype) for group in cache.registered]
     page, depth = specs[0].page_size_bytes, max(map(len, names))
     if "layers" in KVCacheTensor.__dataclass_fields__:  # since 0.31
         tensors = [_placed(cache, group, page * cache.num_blocks) for group in cache.groups]

@@ -297,6 +297,12 @@ def prompt_embeddings(content: str, length: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32).view(length, EMBEDDING_WIDTH)
 
 
+def joined_embeddings(parts: Sequence[tuple[str, int, int]]) -> torch.Tensor:
+    """Return the embeddings of a prompt of (content, first row, end), part by part."""
+    rows = [prompt_embeddings(content, end)[start:] for content, start, end in parts]
+    return torch.cat(rows)
+
+
 def build_request(
     req_id: str,
     tokens: list[int],
@@ -307,7 +313,7 @@ def build_request(
     salt: str | None,
     lora: Adapter | None,
     items: list[dict[str, Any]],
-    embeds: str | None = None,
+    embeds: Sequence[tuple[str, int, int]] = (),
     priority: int,
     params: dict[str, Any] | None,
     skip_reading_prefix_cache: bool,
@@ -318,7 +324,8 @@ def build_request(
     """Return vLLM's own Request, as the engine core would make it.
 
     `structured`: with a grammar that is still being compiled. `embeds`: the prompt is given as
-    embeddings of this content, and `tokens` only has its length. `session`: it can be continued.
+    embeddings, these (content, first row, end), and `tokens` only has its length. `session`: it can
+    be continued.
     """
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -340,8 +347,8 @@ def build_request(
     ]
     request = Request(
         request_id=req_id,
-        prompt_token_ids=list(tokens) if embeds is None else None,
-        prompt_embeds=None if embeds is None else prompt_embeddings(embeds, len(tokens)),
+        prompt_token_ids=None if embeds else list(tokens),
+        prompt_embeds=joined_embeddings(embeds) if embeds else None,
         sampling_params=sampling,
         pooling_params=None,
         arrival_time=arrival,

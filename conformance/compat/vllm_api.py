@@ -222,11 +222,16 @@ def init_parallel_state() -> None:
 
 
 def build_cache_config(
-    num_blocks: int, block_size: int, heads: int, head_dim: int, layers: list[str]
+    num_blocks: int,
+    block_size: int,
+    heads: int,
+    head_dim: int,
+    layers: list[str],
+    dtype: torch.dtype = torch.float32,
 ) -> KVCacheConfig:
     """Return the KVCacheConfig of one full-attention group over `layers`."""
     spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=heads, head_size=head_dim, dtype=torch.float32
+        block_size=block_size, num_kv_heads=heads, head_size=head_dim, dtype=dtype
     )
     page = spec.page_size_bytes
     # One allocation, layer after layer (0.32).

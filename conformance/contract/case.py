@@ -26,7 +26,14 @@ from kvconform.contract.expectations import Expectation
 from kvconform.contract.expression import Expression, compile_capability
 from kvconform.contract.requirement import CapabilityExpr, Id, Model, Relation, Version, in_force
 from kvconform.contract.situation import policies, situations
-from kvconform.contract.steps import UNREPEATABLE, Step, one_by_one
+from kvconform.contract.steps import (
+    UNREPEATABLE,
+    CacheDType,
+    DType,
+    Otherwise,
+    Step,
+    one_by_one,
+)
 from kvconform.errors import WrongPart, did_you_mean
 
 Device = Literal["cpu", "cuda", "emulated"]
@@ -61,6 +68,10 @@ class Config(Model):
     role: Role = "kv_both"
     model: str = Field(
         default="kvconform/tiny-model", description="name; models of other names have other KV"
+    )
+    dtype: DType = Field(default="float32", description="of the model, and so of its KV")
+    cache_dtype: CacheDType = Field(
+        default="auto", description="of the KV cache, if it is not the model's"
     )
     max_model_len: PositiveInt = 256
     tensor_parallel: Literal[1, 2, 3, 4] = Field(
@@ -265,6 +276,17 @@ class Case(Model):
             raise ValueError(
                 "config: layers and groups must be as many, if there are several groups"
             )
+        for each in self.changes:
+            ranks = (each.tensor_parallel or config.tensor_parallel) * (
+                each.pipeline_parallel or config.pipeline_parallel
+            )
+            if ranks != config.tensor_parallel * config.pipeline_parallel:
+                raise ValueError("restart: the new engine must have as many ranks")
+            if each.pipeline_parallel and self.engines != ["vllm"]:
+                raise ValueError("restart: pipeline_parallel: engines must be [vllm]")
+        plain = config.dtype == "float32" and config.cache_dtype == "auto"
+        if "state" in config.groups and not plain:
+            raise ValueError("config: dtype and cache_dtype need groups without states")
         alone = config.tensor_parallel == config.pipeline_parallel == 1
         if (config.layers or config.drafter) and not alone:
             raise ValueError("config: layers and drafter need one rank")
@@ -320,18 +342,21 @@ class Case(Model):
         return self
 
     @property
+    def changes(self) -> list[Otherwise]:
+        """What restarts change of the configuration, one after the other."""
+        return [step.arg for step in self.steps if isinstance(step.arg, Otherwise)]
+
+    @property
+    def stages(self) -> int:
+        """The most pipeline stages that an engine of the case has."""
+        changed = (each.pipeline_parallel or 1 for each in self.changes)
+        return max(self.config.pipeline_parallel, *changed, 1)
+
+    @property
     def context_degrees(self) -> list[int]:
         """The degrees of context parallelism of the engines, one after the other."""
-        return [
-            self.config.context_parallel,
-            *(
-                step.arg.context_parallel
-                for step in self.steps
-                if step.op == "restart"
-                and not isinstance(step.arg, str)
-                and step.arg.context_parallel
-            ),
-        ]
+        changed = [each.context_parallel for each in self.changes if each.context_parallel]
+        return [self.config.context_parallel, *changed]
 
     @cached_property
     def needs_expr(self) -> Expression:
@@ -348,7 +373,7 @@ class Case(Model):
             implied.append("store or synthesises_kv")  # else there is no load to fail
         if max(self.context_degrees) > 1:
             implied.append("context_parallel")
-        if self.config.pipeline_parallel > 1:
+        if self.stages > 1:
             implied.append("pipeline_parallel")
         roles = sorted(set(self.config.engines.values()) - {"kv_both"})
         implied += [f"'{role}' in cap.roles" for role in roles]
@@ -375,7 +400,7 @@ class Case(Model):
             add.arg.max_tokens > 1 for add in self.steps if add.op == "add" and add.arg.hand_over
         ):
             found.append("longer-offer")
-        if any(step.op == "restart" and getattr(step.arg, "model", None) for step in self.steps):
+        if any(each.model for each in self.changes):
             found.append("other-model")
         found.extend(step.op for step in self.steps if step.op in situations())
         return list(dict.fromkeys(found))

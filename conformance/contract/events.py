@@ -93,6 +93,7 @@ CHANNELS = ("hooks", "sched", "kv", "plan", "device", "live", "harness")
 
 PROVENANCE = (
     "never_computed",
+    "on_failed_load",
     "poison",
     "other_request",
     "other_identity",
@@ -185,6 +186,13 @@ _kind(
     "A request, new or resumed, repeats earlier content: how much of it the capabilities promise "
     "(declared), or the connector brings back of a plain prompt of that length, and how much can "
     "be loaded; whether the engine was restarted in between.",
+)
+_kind(
+    "profile.repaired",
+    "harness",
+    "req:str of:str promised:int reloadable:int",
+    "A request repeats content that another one computed again when its load had failed: how much "
+    "of it the declared capabilities promise, and how much can be loaded.",
 )
 _kind(
     "soak.grown",

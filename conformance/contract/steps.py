@@ -133,6 +133,36 @@ class MultiModal(Model):
     alike: Alike | None = None
 
 
+class Embeds(Model):
+    """A prompt given as embeddings, without token ids.
+
+    Row n is that of content `of`, or from row `until` on that of content `then`.
+    """
+
+    of: str
+    until: PositiveInt | None = None
+    then: str | None = None
+
+    @model_validator(mode="after")
+    def _both(self) -> Embeds:
+        if (self.until is None) != (self.then is None):
+            raise ValueError("embeds: `until` and `then` belong together")
+        return self
+
+    def parts(self, length: int) -> list[tuple[str, int, int]]:
+        """Return (content, first row, end) of each part of a prompt of `length` tokens."""
+        if self.until is None or self.then is None or self.until >= length:
+            return [(self.of, 0, length)]
+        return [(self.of, 0, self.until), (self.then, self.until, length)]
+
+
+def _embeds(value: Any) -> Any:
+    return {"of": value} if isinstance(value, str) else value
+
+
+EmbedsOrContent = Annotated[Embeds, BeforeValidator(_embeds, json_schema_input_type=str | Embeds)]
+
+
 class Handed(Model):
     """The kv_transfer_params that request `of` ended with.
 
@@ -163,7 +193,7 @@ class Add(Model):
     salt: str | None = None
     lora: LoraOrName | None = None
     mm: list[MultiModal] = []
-    embeds: str | None = Field(
+    embeds: EmbedsOrContent | None = Field(
         default=None,
         description="the prompt is given as embeddings: of this content, and without token ids",
     )
@@ -455,11 +485,24 @@ class IdleStep(BaseStep):
     idle: Annotated[Idle, BeforeValidator(_idle, json_schema_input_type=PositiveInt | Idle)]
 
 
-class Otherwise(Model):
-    """What a new engine has otherwise than the one before it, with as many ranks."""
+DType = Literal["float32", "float16", "bfloat16"]
+CacheDType = Literal["auto", "float16", "bfloat16"]
 
+
+class Otherwise(Model):
+    """What a new engine has otherwise than the one before it, with as many ranks.
+
+    The fields are those of `config`.
+    """
+
+    tensor_parallel: Literal[1, 2] | None = None
+    pipeline_parallel: Literal[1, 2] | None = None
     context_parallel: Literal[1, 2, 3, 4] | None = Field(
         default=None, description="ranks that a block's tokens are split over"
+    )
+    dtype: DType | None = Field(default=None, description="of the model, and so of its KV")
+    cache_dtype: CacheDType | None = Field(
+        default=None, description="of the KV cache, if it is not the model's"
     )
     model: str | None = Field(
         default=None, description="name of another model of the same sizes, whose KV is another"
@@ -477,8 +520,8 @@ class RestartStep(BaseStep):
 
     `engine`: in the same process. `process`: in another one, which is forked and so has the same
     hash seed and addresses. `interpreter`: the first part runs in a fresh interpreter with another
-    hash seed; vLLM's block hashes stay the same. `{context_parallel: 4}`, `{model: other/model}`:
-    as `process`, and with another configuration.
+    hash seed; vLLM's block hashes stay the same. `{context_parallel: 4}`, `{dtype: float16}`,
+    `{model: other/model}`: as `process`, and with another configuration.
     """
 
     restart: Literal["engine", "process", "interpreter"] | Otherwise

@@ -11,9 +11,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvconform.compat import groups, vllm_api
 from kvconform.config.target import Target
-from kvconform.contract.case import Variant
+from kvconform.contract.case import Config, Variant
 from kvconform.engine.schedulers import configure_policies
 from kvconform.kv.cache import PagedCache
 from kvconform.kv.provenance import text_id
@@ -102,6 +104,14 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 16
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""Data types of models by name; all of them represent the codes exactly."""
+
+
+def kv_dtype(settings: Config) -> torch.dtype:
+    """Return the data type of the KV cache: its own, or that of the model."""
+    own = settings.cache_dtype
+    return DTYPES[settings.dtype if own == "auto" else own]
 
 
 @lru_cache(maxsize=4)
@@ -154,6 +164,8 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
         key, transfer, lambda: vllm_api.build_config(**arguments, transfer=transfer)
     )
     _say_sizes(config, settings.hidden_layers, latent=settings.groups == ["latent"])
+    config.model_config.dtype = DTYPES[settings.dtype]
+    config.cache_config.cache_dtype = settings.cache_dtype
     if settings.drafter:
         groups.make_mtp(config)
     # A path would differ from machine to machine, and connectors derive keys from it.
@@ -198,5 +210,10 @@ def build_cache_config(cache: PagedCache) -> Any:
     if not plain or cache.layout != vllm_api.KV_LAYOUT:
         return groups.build_cache_config(cache)
     return vllm_api.build_cache_config(
-        cache.num_blocks, cache.block_size, cache.book.heads, cache.book.head_dim, cache.names
+        cache.num_blocks,
+        cache.block_size,
+        cache.book.heads,
+        cache.book.head_dim,
+        cache.names,
+        cache.dtype,
     )

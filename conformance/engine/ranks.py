@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import torch
 from vllm.distributed import parallel_state
 
 from kvconform.compat.vllm_api import ModelRunnerOutput, init_parallel_state
@@ -133,21 +134,16 @@ def shard(
     layout: str,
     groups: Sequence[Group] = (),
     kernel_block_size: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[PagedCache, Registry]:
     """Return the cache of one rank, and the registry that its worker and oracle use.
 
     If there is one rank, they are those of the whole model. `groups` are its KV cache groups.
-    `kernel_block_size`: see PagedCache.
+    `kernel_block_size` and `dtype`: see PagedCache.
     """
+    options: dict[str, Any] = dict(layout=layout, kernel_block_size=kernel_block_size, dtype=dtype)
     if place.alone:
-        whole = PagedCache(
-            registry.book,
-            num_blocks,
-            block_size,
-            layout=layout,
-            groups=groups,
-            kernel_block_size=kernel_block_size,
-        )
+        whole = PagedCache(registry.book, num_blocks, block_size, groups=groups, **options)
         return whole, registry
     if any(group.kind == "latent" for group in groups):  # one head, which cannot be split
         held = SlicedCache(
@@ -156,19 +152,12 @@ def shard(
             block_size,
             place.tp % place.slices,
             place.slices,
-            layout=layout,
             groups=groups,
-            kernel_block_size=kernel_block_size,
+            **options,
         )
         return held, registry
     book = RankBook(registry.book, place)
-    cache = PagedCache(
-        cast(CodeBook, book),
-        num_blocks,
-        block_size,
-        layout=layout,
-        kernel_block_size=kernel_block_size,
-    )
+    cache = PagedCache(cast(CodeBook, book), num_blocks, block_size, **options)
     cache.names = [f"model.layers.{book.layer + i}.self_attn.attn" for i in range(book.layers)]
     return cache, cast(Registry, RankRegistry(registry, book))
 
@@ -256,6 +245,7 @@ class Follower(Worker):
         self.rows = leader.rows
         self._nonce = leader._nonce
         self._corruption = leader._corruption
+        self._unsound = set()
         if output.total_num_scheduled_tokens:
             book = self.cache.book
             content = np.concatenate([row.content() for row in self.rows])

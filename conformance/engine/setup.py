@@ -16,7 +16,7 @@ from kvconform.config.target import Target
 from kvconform.contract.case import Inspection, Variant
 from kvconform.contract.trace import Trace
 from kvconform.engine.batch import Batch, Info
-from kvconform.engine.configs import build_cache_config, build_config, run_id
+from kvconform.engine.configs import build_cache_config, build_config, kv_dtype, run_id
 from kvconform.engine.engine import Engine, EngineParts
 from kvconform.engine.executor import Executor
 from kvconform.engine.halves import introduce, note_engine_ids, noted, refused, start_worker_half
@@ -155,8 +155,9 @@ def _configure(
         window=settings.window,
     )
     size = (settings.num_blocks, variant.block_size)
+    kind = (settings.kernel_block_size, kv_dtype(settings))
     found = [
-        (place, shard(registry, place, *size, layout, groups, settings.kernel_block_size))
+        (place, shard(registry, place, *size, layout, groups, *kind))
         for place in places(settings, with_connector=connected)
     ]
     for place, (cache, _) in found:

@@ -145,6 +145,10 @@ class Worker:
         self._encoded: np.ndarray = np.empty(0, dtype=np.int64)
         self._reads: list[Reads] = []
         self._corruption: dict[str, int] = {}
+        self.failing: set[str] = set()
+        """Requests whose load was made to fail."""
+        self._unsound: set[int] = set()
+        """Rows that have read memory that a failed load has not filled, in this step."""
         self._nonce = 0
         self.scheduled: set[str] = set()
         self._poison([(0, "the null block")])
@@ -201,6 +205,7 @@ class Worker:
         self.rows = self.batch.rows(output)
         self._nonce = (self._nonce + 1) & 0xFFFF
         self._corruption = {}
+        self._unsound = set()
         contents = []
         for row in self.rows:
             content = row.content()
@@ -293,7 +298,39 @@ class Worker:
             self.cache.write(layer, reads.slots, reads.expected[:, layer])
         elif not group.recurrent:
             self.overlap.note(layer, reads.written)
-        self.cache.write(layer, reads.written, self._encoded[reads.source, layer])
+        rows = self._encoded[reads.source, layer]
+        if self._unsound and not group.recurrent:
+            rows = self._with_unsound(rows, layer)
+        self.cache.write(layer, reads.written, rows)
+
+    def _with_unsound(self, rows: np.ndarray, layer: int) -> np.ndarray:
+        """Return what a step writes to a layer, where attention to garbage has changed some rows.
+
+        The KV of a layer is made of the attention of the layers before it.
+        """
+        ends = np.cumsum([row.count for row in self.rows])
+        for number in sorted(self._unsound):
+            content = [self.registry.unsound(each) for each in self.rows[number].content().tolist()]
+            end = int(ends[number])
+            encoded = self.cache.book.rows(np.array(content, dtype=np.uint64), self._nonce)
+            rows[end - len(content) : end] = encoded[:, layer]
+        return rows
+
+    def _rests_on_failure(self, layer: int, slots: np.ndarray) -> bool:
+        """Return whether any of the slots is one that a failed load should have filled.
+
+        Or one that was computed upon one.
+        """
+        dim = self.cache.book.head_dim
+        for row in self.cache.read(layer, slots).numpy():
+            value = self.cache.book.read_print(row[0, :dim])
+            hit = None if value is None else self.registry.decode(value)
+            origin = None if hit is None else self.registry.origins[hit[0]]
+            if origin is not None and (
+                origin.kind == "unsound" or (origin.kind == "poison" and origin.req in self.failing)
+            ):
+                return True
+        return False
 
     def _written(self, layer: int, number: int) -> None:
         if layer == self.cache.groups[number].layers[0]:
@@ -327,6 +364,8 @@ class Worker:
             offset = reads.tops[number] - int(reads.ends[number])  # from an index to a position
             for index in indices:
                 self.oracle.wrong_read(layer, chain, index + offset, int(reads.slots[index]))
+            if self.failing and self._rests_on_failure(layer, reads.slots[indices]):
+                self._unsound.add(number)
             if layer == self.cache.drafter:
                 continue  # wrong drafts are rejected
             bytes_read = self.cache.read(layer, reads.slots[indices]).contiguous().numpy().tobytes()

@@ -31,12 +31,15 @@ OVER_STORE = "store"
 def over_store(dice: Dice, block: int) -> tuple[list[Data], int]:
     """Draw steps of two engines that share a store: one loads what the other has saved.
 
+    Often the first one is still busy then; now and then it asks for what the second one has saved.
+
     Returns (steps, length of the longest request with its output).
     """
     found: list[Data] = []
     lengths: dict[str, int] = {}
-    for engine, names in (("p", "ab"), ("d", "cde")):
-        found += [{"on": engine}] if engine == "d" else []
+    parts = [("p", "ab"), ("d", "cde")] + [("p", "fg")] * dice.one_in(2)
+    for engine, names in parts:
+        found += [{"on": engine}] if found else []
         for name in names[: dice.number(1, len(names))]:
             if not lengths or dice.one_in(4):
                 lengths[name] = max(2, dice.number(1, 4) * block + dice.pick([-1, 0, 1, 2]))
@@ -174,6 +177,13 @@ PROCESSES: tuple[list[str], ...] = (*[["second-process"]] * 9, ["hash-seed"])
 RESTARTS = (*["process"] * 9, "interpreter")
 """Restarts that end the process; a fresh interpreter takes eight seconds."""
 
+FORMATS: tuple[tuple[Data, Data], ...] = (
+    ({"dtype": "float16"}, {"dtype": "bfloat16"}),
+    ({"dtype": "bfloat16"}, {"dtype": "float32"}),
+    ({"cache_dtype": "float16"}, {"cache_dtype": "bfloat16"}),
+    ({"dtype": "float16"}, {"cache_dtype": "bfloat16"}),
+)
+"""What an engine has before and after a restart over the same store."""
 MODELS = ("kvconform/other-model", "somebody-else/tiny-model")
 """Models of the engine after a restart; the store is the same."""
 
@@ -232,7 +242,8 @@ def one(
     needs = None
     scene: Scene | None = None
     if theme == "scene":
-        scene = dice.pick(SCENES)(dice, block)
+        fitting = [each for each in SCENES if engine in each.engines]
+        scene = dice.pick(fitting).draw(dice, block)
         steps, longest, relations = scene.steps, scene.longest, []
         extra |= scene.config
     elif theme == "pair":
@@ -281,6 +292,10 @@ def one(
         restart["restart"] = dice.pick(RESTARTS)
     elif restart is not None and dice.one_in(12):
         restart["restart"] = {"model": dice.pick(MODELS)}
+    elif restart is not None and dice.one_in(6):
+        before, after = dice.pick(FORMATS)
+        extra |= before
+        restart["restart"] = {**after}
     if extra.get("multi") == ["self"]:
         relations = ["alone"]
     elif theme == "failing" and dice.one_in(4):

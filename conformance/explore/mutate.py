@@ -15,8 +15,15 @@ from kvconform.kv.provenance import Adapter
 
 
 def is_legal(data: Data) -> bool:
-    """Return whether ids and the numbers of adapters are free whenever they are used again."""
-    return ids_are_free(data) and numbers_are_free(data)
+    """Return whether ids and adapters' numbers are free when used again, and sessions go on."""
+    return ids_are_free(data) and numbers_are_free(data) and sessions_go_on(data)
+
+
+def sessions_go_on(data: Data) -> bool:
+    """Return whether no session is aborted, since it could get no more input."""
+    steps: list[Data] = data["steps"]
+    sessions = {step["add"]["req"] for step in steps if step.get("add", {}).get("session")}
+    return not any(step.get("abort") in sessions for step in steps)
 
 
 def numbers_are_free(data: Data) -> bool:

@@ -132,13 +132,22 @@ class Requests:
             if "mm" in source and not self.simple:
                 self._moved(add, source["mm"][0])
             if "embeds" in source and not self.simple and self.dice.one_in(2):
-                add["embeds"] = "other"
+                add["embeds"] = self._embeds_like(source["embeds"], self.lengths[earlier])
             return
         add.update({name: source[name] for name in IDENTITY if name in source})
         if add.get("lora", self.adapters[0]) not in self.adapters:
             add["lora"] = self.adapters[0]  # since a restart, another adapter has the number
         elif earlier in self.settled and "reloads" not in source:
             add["reloads"] = earlier
+
+    def _embeds_like(self, embeds: str | Data, length: int) -> str | Data:
+        """Draw embeddings of another content, or of the same one up to some row."""
+        first = embeds if isinstance(embeds, str) else embeds["of"]
+        if length < 2 or self.dice.one_in(3):
+            return "other"
+        # Most often it is the last row of a block.
+        row = max(1, self.dice.number(1, length) // self.block * self.block - 1)
+        return {"of": first, "until": row, "then": "other"}
 
     def _options(self, add: Data, length: int) -> None:
         dice = self.dice

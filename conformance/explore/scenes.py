@@ -105,11 +105,81 @@ def third_request(dice: Dice, block: int) -> Scene:
     return Scene(steps, other + 2, {"budget": 256})
 
 
-SCENES: tuple[Callable[[Dice, int], Scene], ...] = (
-    shorter_table,
-    resumed,
-    beside_decodes,
-    no_room,
-    freed_at_once,
-    third_request,
+def fails_again(dice: Dice, block: int) -> Scene:
+    """Let loads of two requests into the same few blocks fail, while a chunk rests on each."""
+    blocks = dice.number(2, 4)
+    more = block + dice.number(1, block)
+    last = blocks * block + more
+    fail: Data = {"req": "d"}
+    if dice.one_in(2):
+        fail["positions"] = [0, dice.number(0, blocks * block - 1)]
+    steps = [_add("a", blocks * block, 1), *DROP, _add("b", {"of": "a", "then": more}, 1)]
+    steps += [{"fail-load": {"req": "b"}}, RUN, _add("c", {"same": "a"}, 1), *DROP]
+    steps += [_add("d", {"same": "b"}, 1), {"fail-load": fail}, RUN]
+    steps += [_add("e", {"same": "b"}, 1), *DROP, _add("f", {"same": "b"}, 1), RUN]
+    config = {
+        "budget": dice.pick([block, block, 64]),
+        "num_blocks": -(-(last + 1) // block) + dice.number(1, 2),
+        "load_failure_policy": "fail",
+    }
+    return Scene(steps, last + 1, config)
+
+
+def ends_while_saving(dice: Dice, block: int) -> Scene:
+    """End a request whose prompt was loaded, and give its blocks to one that waits for memory."""
+    blocks, output = dice.number(2, 4), dice.number(block, 2 * block + 1)
+    last = blocks * block + 2 + output
+    needed = -(-last // block)
+    steps = [_add("a", blocks * block, 1), *DROP, _add("b", {"of": "a", "then": 2}, output)]
+    steps += [{"step": dice.number(1, 2)}, _add("c", (needed - 1) * block + 2, 2), *DROP]
+    steps += [_add("d", {"of": "b", "outputs": True, "then": 1}, 2, reloads="b"), RUN]
+    return Scene(steps, last + 3, {"budget": 64, "num_blocks": needed + dice.number(2, 3)})
+
+
+def session(dice: Dice, block: int) -> Scene:
+    """Continue a session, and ask for all of it again."""
+    length = dice.number(1, 3) * block + dice.pick([0, 1, 2])
+    steps: list[Data] = [_add("a", length, dice.number(1, 5), session=True), {"step": 12}]
+    longest = length + 5
+    for _ in range(dice.number(1, 3)):
+        then, more = dice.number(1, 2 * block), dice.number(1, 5)
+        longest += then + more
+        steps += [{"continue": {"req": "a", "then": then, "max_tokens": more}}]
+        steps += [{"step": dice.number(1, 12)}]
+    steps += [{"continue": {"req": "a", "then": 0}}, *DROP]
+    steps += [_add("b", {"of": "a", "outputs": True, "then": 1}, 2), RUN]
+    return Scene(steps, longest + 3, {"budget": dice.pick([64, 64, block + 1])})
+
+
+def soaked(dice: Dice, block: int) -> Scene:
+    """Repeat a few requests in many rounds: what the connector holds must not grow."""
+    length = dice.number(1, 3) * block + dice.pick([0, 1])
+    steps = [_add("a", length, dice.number(1, 5))]
+    event = dice.pick(["abort", "preempt", "run", "together"])
+    if event in ("abort", "preempt"):
+        steps += [{"step": dice.number(1, 3)}, {event: "a"}]
+    steps += [] if event == "together" else list(DROP)
+    steps += [_add("b", {"of": "a", "then": dice.number(1, block)}, 2), *DROP]
+    return Scene([*steps, {"soak": {"rounds": 4}}], length + block + 5, {"budget": 64})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of scene, and the engines that can run it."""
+
+    draw: Callable[[Dice, int], Scene]
+    engines: tuple[str, ...] = ("reference", "vllm")
+
+
+SCENES = (
+    Kind(shorter_table),
+    Kind(resumed),
+    Kind(beside_decodes),
+    Kind(no_room),
+    Kind(freed_at_once),
+    Kind(third_request),
+    Kind(fails_again),
+    Kind(ends_while_saving),
+    Kind(session, ("vllm",)),
+    Kind(soaked),
 )

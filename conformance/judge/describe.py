@@ -565,6 +565,7 @@ _FOUND = {
     "rejected_draft": "KV of rejected drafts",
     "past_end": "KV of positions past the end of the request",
     "never_computed": "KV that was never computed",
+    "on_failed_load": "KV that was computed upon a load that failed",
     "not_yet_loaded": "memory that the load had not filled yet",
     "kv_swapped": "K in the place of V",
     "head_swapped": "KV of another head",

@@ -98,12 +98,15 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
     Each bug has a mark of its own: a request that is miscounted has a block whose synchronous
     load failed, one that is starved has a load that failed.
     """
-    failed: set[tuple[str | None, int]] = set()  # (engine, block) of synchronous loads that failed
+    failed: dict[tuple[str | None, int], str] = {}  # (engine, block) -> request whose load failed
+    unheard: set[str] = set()  # of these, the requests whose failure the engine has not heard of
     tables: dict[tuple[str | None, str], list[int]] = {}  # blocks of requests that have run
     finished: dict[tuple[str | None, str, int], int] = {}  # (engine, request, generation) -> step
     waiting: dict[tuple[str | None, str], tuple[int, str]] = {}  # starved requests
     for e in trace:
         kind = e["kind"]
+        if kind == "req.finished" or (kind == "req.state" and e["reason"] == "rollback"):
+            unheard.discard(e["req"])
         if kind == "lookup" and e.get("starved"):
             waiting[e.get("on"), e["req"]] = e["seq"], STARVED.format(req=e["req"])
         elif kind in ("alloc", "req.finished"):
@@ -123,7 +126,8 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
                 finished[who] = e["step"]
         elif kind == "transfer.failed":
             if not e["is_async"]:
-                failed.update((e.get("on"), block) for block in e["blocks"])
+                failed.update({(e.get("on"), block): e["req"] for block in e["blocks"]})
+                unheard.add(e["req"])
         elif failed and kind == "req.state" and e["reason"] == "rollback":
             held = tables.get((e.get("on"), e["req"]), [])
             touched = any((e.get("on"), block) in failed for block in held)
@@ -132,5 +136,8 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
         elif failed and kind == "alloc" and e.get("unfilled"):
             return e["seq"], SERVED.format(req=e["req"])
         elif failed and kind == "req.scheduled" and e.get("unfilled"):
-            return e["seq"], READ.format(req=e["req"])
+            # A step that was scheduled before the failure arrived is dropped when it does.
+            sources = (failed.get((e.get("on"), block)) for block in e["unfilled"])
+            if any(req not in unheard for req in sources):
+                return e["seq"], READ.format(req=e["req"])
     return None

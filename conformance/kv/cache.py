@@ -136,8 +136,10 @@ class PagedCache:
         layout: str = PACKED,
         groups: Sequence[Group] = (),
         kernel_block_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.book = book
+        self.dtype = dtype
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layout = layout
@@ -159,11 +161,12 @@ class PagedCache:
         # shared storage.
         depth = max(len(group.layers) for group in self.groups)
         page = max(group.heads * group.block_size for group in self.groups) * book.width
-        pages = device.current.allocate(depth * num_blocks * page)
+        pages = device.current.allocate(depth * num_blocks * page, dtype)
         copy = torch.zeros_like(pages)
         # As bits, so that NaN equals itself.
-        self._all = pages.view(torch.int32)
-        self._all_shadow = copy.view(torch.int32)
+        self._bits = torch.int32 if dtype.itemsize == 4 else torch.int16
+        self._all = pages.view(self._bits)
+        self._all_shadow = copy.view(self._bits)
         for group in self.groups:
             tensors, views = self._layers(pages, depth, group, layout)
             shadows = self._layers(copy, depth, group, layout)[1]
@@ -175,7 +178,9 @@ class PagedCache:
         self._upload = device.current.upload
         self._host_mask = book.content_mask()
         self._mask = self._upload(torch.from_numpy(self._host_mask))
-        self._plain = not device.current.streamed and not pages.is_cuda
+        # numpy has no bfloat16.
+        host = not device.current.streamed and not pages.is_cuda
+        self._plain = host and dtype == torch.float32
         self._look()
 
     def _kernel_blocks(self) -> int:
@@ -303,7 +308,7 @@ class PagedCache:
             self._arrays[layer][blocks, :, offsets] = parts
             self._shadow_arrays[layer][blocks, :, offsets] = parts
             return
-        values = self._upload(torch.from_numpy(rows[:, :heads])).to(torch.float32)
+        values = self._upload(torch.from_numpy(rows[:, :heads])).to(self.dtype)
         values = values.view(-1, heads, 2, self.book.head_dim)
         self._views[layer][blocks, :, offsets] = values
         self.shadow[layer][blocks, :, offsets] = values
@@ -327,7 +332,7 @@ class PagedCache:
 
     def _rows(self, layer: int, slots: np.ndarray) -> torch.Tensor:
         blocks, offsets = self.split(slots)
-        rows = self._views[layer][blocks, :, offsets].flatten(2)
+        rows = self._views[layer][blocks, :, offsets].flatten(2).to(torch.float32)
         if not self.tolerance:
             return rows
         near_a_code = (rows - rows.round()).abs() <= self.tolerance * LARGEST
@@ -382,8 +387,8 @@ class PagedCache:
         None if nothing was changed. On CUDA the host waits for nothing.
         """
         # As bits, so that NaN equals itself.
-        real = self._views[layer].view(torch.int32)
-        shadow = self.shadow[layer].view(torch.int32)
+        real = self._views[layer].view(self._bits)
+        shadow = self.shadow[layer].view(self._bits)
         if not real.is_cuda and torch.equal(real, shadow):
             return None
         touched = (real != shadow).flatten(3).any(3).any(1)

@@ -37,8 +37,8 @@ class Timeline(Protocol):
         If there is one, nothing that the connector did is judged.
         """
 
-    def allocate(self, elements: int) -> torch.Tensor:
-        """Return a float32 tensor [elements] of zeros in the device's memory."""
+    def allocate(self, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return a tensor [elements] of zeros in the device's memory."""
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """Return a host tensor on the cache's device. The host waits for nothing."""
@@ -131,9 +131,9 @@ class Cpu(Unobserved):
 
     streamed = False
 
-    def allocate(self, elements: int) -> torch.Tensor:
+    def allocate(self, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """See Timeline."""
-        return torch.zeros(elements, dtype=torch.float32)
+        return torch.zeros(elements, dtype=dtype)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself."""

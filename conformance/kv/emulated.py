@@ -57,9 +57,9 @@ class Emulated:
         """See Timeline."""
         return next(iter(NotEmulated.raised[self._raised :]), None)
 
-    def allocate(self, elements: int) -> torch.Tensor:
+    def allocate(self, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """See Timeline."""
-        return self.cuda.to_device(torch.zeros(elements, dtype=torch.float32))
+        return self.cuda.to_device(torch.zeros(elements, dtype=dtype))
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself: in raw code, memory of the device is memory of the host."""

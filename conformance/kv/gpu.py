@@ -37,9 +37,9 @@ class OnCuda(Unobserved):
         self._launched: list[tuple[Callable[[Any], None], Any]] = []
         self._idle = True
 
-    def allocate(self, elements: int) -> torch.Tensor:
+    def allocate(self, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """See Timeline."""
-        return torch.zeros(elements, dtype=torch.float32, device="cuda")
+        return torch.zeros(elements, dtype=dtype, device="cuda")
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """See Timeline."""

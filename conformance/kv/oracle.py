@@ -431,8 +431,10 @@ class Oracle(Loads):
         inside = grant is not None and grant.start <= pos < grant.end
         loading = grant is not None and inside and not grant.written[layer, pos - grant.start]
         held = self._diagnosed(layer, chain, pos, slot, loading)
-        if grant is not None and inside and held.found == "not_yet_loaded":
+        if grant is not None and inside and (loading or held.found == "not_yet_loaded"):
             grant.late.add((layer, pos))
+        if held.found == "on_failed_load" and self.fill_kind[slot] != EXTERNAL:
+            return  # a step that was in flight when the load failed; the engine drops its output
         self.pending.append(Wrong(layer, chain, pos, slot, held, grant))
 
     def _diagnosed(

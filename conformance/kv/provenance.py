@@ -10,7 +10,7 @@ the same tokens under another identity.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +62,8 @@ class PartMemory(Memory):
 
 _MASK = (1 << 64) - 1
 ROOT = 0x9E3779B97F4A7C15
+UNSOUND = 0x5BAD0000
+"""What the ids of unsound KV are made with."""
 
 
 def text_id(text: str) -> int:
@@ -122,13 +124,14 @@ class Identity:
         salt: str | None = None,
         adapter: Adapter | None = None,
         items: Sequence[Mapping[str, object]] = (),
-        embeds: tuple[str, int] | None = None,
+        embeds: Sequence[tuple[str, int, int]] = (),
         model: str | None = None,
     ) -> Identity:
         """Return the identity of a request with these extras.
 
-        `items` have `at`, `length` and `id`. `embeds`: content and length of a prompt that is given
-        as embeddings. `model`: name of the model, if it is not the run's first one.
+        `items` have `at`, `length` and `id`. `embeds`: (content, first row, end) of the parts of a
+        prompt that is given as embeddings. `model`: name of the model, if it is not the run's first
+        one.
         """
         base = 0
         if model:
@@ -141,9 +144,9 @@ class Identity:
         for item in items:
             start, length = int(str(item["at"])), int(str(item["length"]))
             spans.append((start, start + length, text_id(f"mm:{item['id']}")))
-        if embeds:
-            content, length = embeds
-            spans.append((0, length, text_id(f"embeds:{content}")))
+        for content, start, end in embeds:
+            # A row depends on its number in the prompt, not on that in its part.
+            spans.append((start, end, text_id(f"embeds:{content}") + start))
         return Identity(base, tuple(spans))
 
     def extra(self, position: int) -> int:
@@ -191,8 +194,8 @@ class Chain:
 class Origin:
     """Where a content id was first written.
 
-    `kind` is `token`, `draft` (rejected) or `poison`. Of poison, `req` is the owner of the block
-    and `pos` the block.
+    `kind` is `token`, `draft` (rejected), `unsound` (computed upon a load that failed) or `poison`.
+    Of poison, `req` is the owner of the block and `pos` the block.
     """
 
     kind: str
@@ -215,7 +218,8 @@ class Origin:
             )
         what = "a rejected draft" if self.kind == "draft" else f"token {self.token}"
         which = f" (incarnation {self.generation})" if self.generation else ""
-        return f"{what} at position {self.pos} of request {self.req}{which}"
+        when = ", as it was computed upon a load that failed" if self.kind == "unsound" else ""
+        return f"{what} at position {self.pos} of request {self.req}{which}{when}"
 
 
 class Registry:
@@ -246,6 +250,12 @@ class Registry:
         self.note(content, Origin("poison", owner, 0, block))
         self._latest[owner, block] = content
         return content
+
+    def unsound(self, content: int) -> int:
+        """Return the id of what `content` becomes if it is computed upon a load that failed."""
+        found = mix64(content ^ UNSOUND)
+        self.note(found, replace(self.origins[content], kind="unsound"))
+        return found
 
     def poison_of(self, owner: str, block: int | None) -> int:
         """Return the latest poison of a block that was handed out to `owner`; -1 without one."""
@@ -377,6 +387,8 @@ def _classify(origin: Origin, content: int, reader: Chain, pos: int, loading: bo
         return "not_yet_loaded" if loading else "poison"
     if origin.kind == "draft":
         return "rejected_draft"
+    if origin.kind == "unsound":
+        return "on_failed_load"
     if content in reader.ids:
         return "other_position"
     if origin.plain in reader.plain:

@@ -248,10 +248,9 @@ class Driver:
         state.generations[req_id] = generation
         items = [item.model_dump() for item in add.mm]
         lora = Adapter.of(**add.lora.model_dump()) if add.lora else None
-        embeds = None
-        if add.embeds:
+        embeds = add.embeds.parts(len(tokens)) if add.embeds else []
+        if embeds:
             tokens = [0] * len(tokens)  # vLLM's Request has zeros in place of the token ids
-            embeds = (add.embeds, len(tokens))
         for item in items:
             tokens[item["at"] : item["at"] + item["length"]] = [IMAGE_TOKEN] * item["length"]
         state.adds[add.req] = add
@@ -275,7 +274,7 @@ class Driver:
             salt=add.salt,
             lora=lora,
             items=items,
-            embeds=add.embeds,
+            embeds=embeds,
             priority=add.priority,
             params=self._params(add),
             skip_reading_prefix_cache=add.skip_reading_prefix_cache,
@@ -466,6 +465,8 @@ class Driver:
         positions = None if fail.positions == "all" else list(fail.positions)
         self.engine.connector.kvconform_fail_load(req_id, positions)
         self.state.failing.add(req_id)
+        for rank in self.engine.ranks.members:
+            rank.worker.failing.add(req_id)
 
     def _damage(self, damage: Damage) -> None:
         if self.engine.connector is not None:

@@ -277,6 +277,7 @@ class Reloads:
         source = reload.of
         self.to_arrive.discard(request.request_id)
         if not self._is_promised(source, request):
+            self._repaired(source, request, event)
             return
         promised, found = self._promised(source, request, event)
         if self._undisturbed and state.promises.declared and found >= promised > 0:
@@ -305,6 +306,36 @@ class Reloads:
         add, promises = self.state.adds[source], self.state.promises
         # A connector may store by priority, or as the client asks; baseline runs have neither.
         return bool(promises and promises.declared) or not (add.priority or add.params)
+
+    def _repaired(self, source: str, request: Any, event: Event) -> None:
+        """Emit profile.repaired if `source` computed again what a load of its own had lost."""
+        state = self.state
+        ended = [
+            e for e in self._of_source("req.finished", source) if e["status"] != "FINISHED_ERROR"
+        ]
+        failed = [e for e in state.trace.events if e["kind"] == "transfer.failed"]
+        own = [e for e in failed if e["req"] == state.ids[source]]
+        over = bool(ended and own) and failed[-1]["seq"] < ended[-1]["seq"]
+        if not over or not self._is_declared or self._outlived(source):
+            return
+        promised, found = self._promised(source, request, event)
+        state.trace.emit(
+            "profile.repaired",
+            req=request.request_id,
+            of=source,
+            promised=promised,
+            reloadable=found,
+        )
+
+    @property
+    def _is_declared(self) -> bool:
+        promises = self.state.promises
+        return promises is not None and promises.declared
+
+    def _of_source(self, kind: str, source: str) -> list[Event]:
+        key = self.state.incarnation(source)
+        events = (e for e in self.state.trace.events if e["kind"] == kind)
+        return [e for e in events if (e["req"], e["generation"]) == key]
 
     def _promised(self, source: str, request: Any, event: Event) -> tuple[int, int]:
         """Return (tokens promised, tokens found) at a lookup of content that `source` computed."""

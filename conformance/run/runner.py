@@ -128,7 +128,7 @@ def run_variant(
         failure_policy=settings.load_failure_policy,
         groups=max(1, len(settings.groups)),
         ranks=settings.tensor_parallel * settings.pipeline_parallel,
-        stages=settings.pipeline_parallel,
+        stages=variant.case.stages,
         context_ranks=max(variant.case.context_degrees),
         drafter=settings.drafter,
         device=kind,
@@ -254,6 +254,8 @@ _REFUSABLE = (
     "tensor_parallel",
     "pipeline_parallel",
     "context_parallel",
+    "dtype",
+    "cache_dtype",
     "layers",
     "drafter",
     "spec_tokens",
@@ -265,8 +267,13 @@ _REFUSABLE = (
 
 
 def settings_of(case: Case) -> str:
-    """Return the settings of a case that a connector may refuse, in words; "" if it has none."""
+    """Return the settings of a case that a connector may refuse, in words; "" if it has none.
+
+    Those after a restart count, too.
+    """
     changed = case.config.model_dump(exclude_defaults=True)
+    for each in case.changes:
+        changed |= each.model_dump(exclude_none=True)
     return ", ".join(f"{name} {changed[name]}" for name in _REFUSABLE if name in changed)
 
 

@@ -180,6 +180,17 @@ class NoEmbeddings(_PartialIdentity):
         return {"prompt_embeds": None}
 
 
+class NoLastEmbedding(_PartialIdentity):
+    """Leaves the last row of every chunk of embeddings out of the key."""
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        if request.prompt_embeds is None:
+            return {}
+        rows = request.prompt_embeds.clone()
+        rows[self.options.chunk_tokens - 1 :: self.options.chunk_tokens] = 0
+        return {"prompt_embeds": rows}
+
+
 class ProcessHash(ReferenceConnector):
     """Makes keys with hash(), which differs between processes (B087)."""
 

@@ -4,10 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.plan import Load
-from kvconform.refimpl.store import DirectoryStore
+from kvconform.refimpl.plan import Load, Save
+from kvconform.refimpl.store import DirectoryStore, Store
+from kvconform.refimpl.tracking import Tracked
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class TogglesEpoch(ReferenceConnector):
@@ -30,3 +37,45 @@ class LosesAll(ReferenceConnector):
         if len(self._invalid) > before:
             for key in list(self._store.keys()):
                 self._store.drop(key)
+
+
+class SavesUponFailedLoads(ReferenceConnector):
+    """Saves what a step computes upon blocks whose load has failed."""
+
+    def _is_sound(self, save: Save) -> bool:
+        return True
+
+
+class RepairsForEver(ReferenceConnector):
+    """Takes a block whose load failed once, and was acknowledged, for repaired ever after."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        repaired = set(self._repaired)
+        metadata = super().build_connector_meta(scheduler_output)
+        self._repaired = repaired
+        return metadata
+
+
+class LostForGood(ReferenceConnector):
+    """Counts up to where a request is stored, and not down when the engine computes it again."""
+
+    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
+        stored = self.__dict__.setdefault("_stored_of", {})
+        req_id = tracked.request.request_id
+        tracked.saved = max(tracked.saved, stored.get(req_id, 0))
+        save = super()._plan_save(tracked, end, scheduled, final)
+        stored[req_id] = tracked.saved
+        return save
+
+
+class StoresEveryStep(ReferenceConnector):
+    """Stores every chunk of a request again in each of its steps."""
+
+    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
+        tracked.saved = 0
+        store = self._store
+        self._store = cast(Store, SimpleNamespace(has=lambda key: False, epoch=store.epoch))
+        try:
+            return super()._plan_save(tracked, end, scheduled, final)
+        finally:
+            self._store = store

@@ -10,6 +10,7 @@ from kvconform.refimpl.connector import Finish, ReferenceConnector
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 Finished = tuple[set[str] | None, set[str] | None]
@@ -104,3 +105,12 @@ class Blocks(ReferenceConnector):
         while len(self._load_queue):
             time.sleep(1.0)
         return super().get_finished(finished_req_ids)
+
+
+class LoadingForEver(ReferenceConnector):
+    """Takes a request for one that is loading until its end: its blocks are not held for saves."""
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        loading = set(self._loading)
+        super().update_connector_output(connector_output)
+        self._loading = loading

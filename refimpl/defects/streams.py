@@ -59,6 +59,15 @@ class WaitsInTheHook(StreamedConnector):
         torch.cuda.current_stream().synchronize()
 
 
+class WaitsAtTheStart(StreamedConnector):
+    """Waits on the host for the loads, before the forward pass is queued."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        if self._metadata().loads:
+            self._load_stream.synchronize()
+
+
 class ForgetsStream(StreamedConnector):
     """Allocates staging memory on the compute stream, uses it on another one, and frees it."""
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.keys import chunk_extras, digest, request_key
@@ -18,26 +19,26 @@ from kvconform.refimpl.paging import read_slots, write_slots
 from kvconform.refimpl.plan import Piece, Save
 
 if TYPE_CHECKING:
-    import torch
     from vllm.v1.request import Request
 
 LEVELS = 127
 
 
-def squeeze(data: bytes) -> bytes:
-    """Quantise float32 numbers to one scale and a signed byte each.
+def squeeze(data: bytes, dtype: torch.dtype = torch.float32) -> bytes:
+    """Quantise numbers of a data type to one scale and a signed byte each.
 
-    The result has a quarter of the size; the error is at most half a level.
+    The result has a quarter of the size of float32; the error is at most half a level.
     """
-    numbers = np.frombuffer(data, np.float32)
+    numbers = torch.frombuffer(bytearray(data), dtype=dtype).to(torch.float32).numpy()
     scale = np.float32(max(float(np.abs(numbers).max()), 1e-30) / LEVELS)
     return scale.tobytes() + np.rint(numbers / scale).astype(np.int8).tobytes()
 
 
-def unsqueeze(data: bytes) -> bytes:
+def unsqueeze(data: bytes, dtype: torch.dtype = torch.float32) -> bytes:
     """Undo `squeeze`, up to its error."""
     scale = np.frombuffer(data[:4], np.float32)[0]
-    return (np.frombuffer(data[4:], np.int8).astype(np.float32) * scale).tobytes()
+    numbers = np.frombuffer(data[4:], np.int8).astype(np.float32) * scale
+    return torch.from_numpy(numbers).to(dtype).view(torch.uint8).numpy().tobytes()
 
 
 class Quantising(ReferenceConnector):
@@ -50,15 +51,17 @@ class Quantising(ReferenceConnector):
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         if self._is_sound(save):
             for piece in save.pieces:
-                data = squeeze(read_slots(kv_layer, piece.slots, self._share))
+                rows = read_slots(kv_layer, piece.slots, self._share)
+                data = squeeze(rows, kv_layer.dtype)
                 self._store.put(epoch, piece.key, layer, data)
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         data = self._store.get(piece.key, layer)
         if data is None:
             return False
-        numbers = unsqueeze(data)
-        return write_slots(self._layers[layer], piece.slots, numbers, piece.first, self._share)
+        kv_layer = self._layers[layer]
+        numbers = unsqueeze(data, kv_layer.dtype)
+        return write_slots(kv_layer, piece.slots, numbers, piece.first, self._share)
 
 
 class Blending(ReferenceConnector):

@@ -42,7 +42,7 @@ def test_a_request_of_embeddings_has_no_token_ids() -> None:
         salt=None,
         lora=None,
         items=[],
-        embeds="speech",
+        embeds=[("speech", 0, 9)],
         priority=0,
         params=None,
         skip_reading_prefix_cache=False,

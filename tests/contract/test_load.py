@@ -17,6 +17,7 @@ from kvconform.contract.case import Case
 from kvconform.contract.loader import SpecError, load_spec
 from kvconform.contract.profile import in_range, select
 from kvconform.contract.requirement import Requirement, version_key
+from kvconform.contract.steps import Embeds
 from kvconform.errors import UsageError
 
 REQUIREMENT = """\
@@ -465,3 +466,45 @@ def test_a_prompt_for_which_there_are_not_enough_blocks_is_told() -> None:
         match="a prompt of 13 tokens, too many for config.num_blocks 4: there is room for 12",
     ):
         Case.model_validate({**case, "steps": [{"add": {"req": "a", "prompt": 13}}]}, strict=False)
+
+
+RESTARTED = [{"add": {"req": "a", "prompt": 9}}, {"run": {}}]
+
+
+@pytest.mark.parametrize(
+    ("how", "config", "engines", "problem"),
+    [
+        ({"dtype": "float16"}, {}, ["reference"], None),
+        ({"tensor_parallel": 1, "pipeline_parallel": 2}, {"tensor_parallel": 2}, ["vllm"], None),
+        ({"pipeline_parallel": 2}, {}, ["vllm"], "as many ranks"),
+        (
+            {"tensor_parallel": 1, "pipeline_parallel": 2},
+            {"tensor_parallel": 2},
+            ["reference"],
+            "engines must be .vllm.",
+        ),
+        ({}, {}, ["reference"], "say what the new engine has otherwise"),
+    ],
+)
+def test_what_a_restart_may_change(
+    how: dict[str, Any], config: dict[str, Any], engines: list[str], problem: str | None
+) -> None:
+    fields = {"steps": [*RESTARTED, {"restart": how}], "config": config, "engines": engines}
+    if problem is not None:
+        with pytest.raises(ValueError, match=problem):
+            case(**fields)
+        return
+    made = case(**fields)
+    stages = how.get("pipeline_parallel", 1)
+    assert made.stages == stages
+    assert ("pipeline_parallel" in made.needs_expr.source) == (stages > 1)
+
+
+def test_embeddings_in_parts() -> None:
+    plain, joined = Embeds(of="x"), Embeds(of="x", until=5, then="y")
+    assert plain.parts(9) == [("x", 0, 9)] == Embeds(of="x", until=9, then="y").parts(9)
+    assert joined.parts(9) == [("x", 0, 5), ("y", 5, 9)]
+    with pytest.raises(ValueError, match="belong together"):
+        Embeds(of="x", until=5)
+    made = case(steps=[{"add": {"req": "a", "prompt": 9, "embeds": "x"}}, {"run": {}}])
+    assert made.steps[0].arg.embeds == plain

@@ -97,6 +97,13 @@ def test_blocks_computed_in_the_step_under_way_are_not_unfilled() -> None:
     assert trace[2]["unfilled"] == []
 
 
+def test_a_step_that_was_scheduled_before_the_failure_arrived_is_no_bug() -> None:
+    reader = {**row(8, 4), "unfilled": [5]}
+    assert lost(numbered(START, FAILED, reader, rollback(0, 0, 13))) is None
+    found = lost(numbered(START, FAILED, rollback(0, 0, 13), reader))
+    assert found is not None and "read shared blocks" in found[1]
+
+
 def ended(step: int, kind: str = "req.finished", generation: int = 0) -> dict[str, Any]:
     return {"kind": kind, "req": "a", "generation": generation, "step": step}
 

@@ -53,6 +53,29 @@ def test_content_is_compared_without_the_nonce() -> None:
     assert made.mismatches(1, slots, expected).tolist() == [2]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrower_types_hold_the_same_codes(dtype: torch.dtype) -> None:
+    made, slots = PagedCache(CodeBook(2, 2, 16), 6, BLOCK, dtype=dtype), np.array([5, 9])
+    rows = made.book.rows(np.array([1, 2], dtype=np.uint64))[:, 0]
+    made.write(0, slots, rows)
+    assert made.tensors[0].dtype == dtype
+    assert made.mismatches(0, slots, rows).tolist() == []
+    assert np.array_equal(made.read(0, slots).numpy(), rows)
+    assert made.foreign(0).tolist() == []
+    made.tensors[0][2, 1, 1, 0] += 1
+    assert made.mismatches(0, slots, rows).tolist() == [1]
+    assert made.foreign(0).tolist() == [9] and made.untouched
+
+
+def test_bytes_of_one_type_are_garbage_in_another_of_the_same_size() -> None:
+    halves = PagedCache(CodeBook(2, 2, 16), 6, BLOCK, dtype=torch.float16)
+    brains = PagedCache(CodeBook(2, 2, 16), 6, BLOCK, dtype=torch.bfloat16)
+    slots, rows = np.array([5]), halves.book.rows(np.array([1], dtype=np.uint64))[:, 0]
+    halves.write(0, slots, rows)
+    brains.tensors[0].view(torch.int16).copy_(halves.tensors[0].view(torch.int16))
+    assert brains.mismatches(0, slots, rows).tolist() == [0]
+
+
 def test_slots_of_a_table() -> None:
     assert slots_of([3, 1, 5], 2, 9, 4).tolist() == [14, 15, 4, 5, 6, 7, 20]
     assert slots_of([3], 2, 2, 4).tolist() == []

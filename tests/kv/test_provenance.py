@@ -71,6 +71,10 @@ def draft(world: World) -> np.ndarray:
     return world.row(99)
 
 
+def unsound(world: World) -> np.ndarray:
+    return world.row(world.registry.unsound(world.reader.ids[3]))
+
+
 def past_end(world: World) -> np.ndarray:
     longer = world.chain("a", 1, [*TOKENS, 17], "salt")
     return world.row(longer.ids[-1])
@@ -89,6 +93,7 @@ CASES: dict[str, tuple[Wrong, tuple[str, ...]]] = {
         ("token 14", "position 3", "request b"),
     ),
     "other_position": (lambda w: w.row(w.reader.ids[2]), ("token 13", "position 2", "request a")),
+    "on_failed_load": (unsound, ("token 14", "position 3", "request a", "load that failed")),
     "rejected_draft": (draft, ("draft", "position 3", "request a")),
     "past_end": (past_end, ("token 17", "position 6", "request a")),
     "stale_generation": (
@@ -143,6 +148,7 @@ COMPUTED_FOR = {
     "other_request": ("b", 3),
     "other_identity": ("b", 3),
     "other_position": ("a", 2),
+    "on_failed_load": ("a", 3),
     "rejected_draft": ("a", 3),
     "past_end": ("a", 6),
     "stale_generation": ("a", 3),
@@ -235,7 +241,7 @@ IMAGE = {"at": 2, "length": 2, "id": "img"}
         ({"items": [IMAGE]}, 2),
         ({"items": [{**IMAGE, "at": 3}]}, 3),
         ({"items": [{**IMAGE, "id": "other"}]}, 2),
-        ({"embeds": ("speech", len(TOKENS))}, 0),
+        ({"embeds": [("speech", 0, len(TOKENS))]}, 0),
     ],
 )
 def test_identity_changes_the_ids_from_where_it_begins_on(
@@ -257,8 +263,8 @@ def test_identities_differ_from_each_other() -> None:
             {"adapter": Adapter.of("x")},
             {"adapter": Adapter.of("x", "/elsewhere")},
             {"salt": "x", "adapter": Adapter.of("x")},
-            {"embeds": ("x", len(TOKENS))},
-            {"embeds": ("y", len(TOKENS))},
+            {"embeds": [("x", 0, len(TOKENS))]},
+            {"embeds": [("y", 0, len(TOKENS))]},
             {"items": [IMAGE]},
             {"items": [{**IMAGE, "at": 3}]},
             {"items": [{**IMAGE, "id": "other"}]},

@@ -117,6 +117,8 @@ def _run(
             return
         server.start(cache / f"{name}.json")
         original = server.original
+        if not original.seconds:
+            raise KvconformError(f"{name}: the original does not run: {original.errors[0]}")
         seconds = sum(original.seconds.values())
         print(
             f"{name}: the original fails {len(original.failed)} in {len(original.seconds)} runs"

@@ -16,15 +16,16 @@ from kvconform.contract.yaml12 import parse
 from kvconform.dev.mutants.mutation import Site
 from kvconform.dev.mutants.subject import FOLDER
 
-Kind = Literal["equivalent", "performance", "open"]
+Kind = Literal["equivalent", "performance", "recommendation", "open"]
 
 
 class Judgement(BaseModel):
     """Why a mutant survives.
 
     `equivalent`: the connector still does the same, or something else that is as correct.
-    `performance`: it stores or loads less, or later, within what it promises. `open`: the suite
-    misses a situation, which `why` names.
+    `performance`: it stores or loads less, or later, within what it promises. `recommendation`: a
+    SHOULD finds it, which `why` names and which makes no connector NOT CONFORMANT. `open`: the
+    suite misses a situation, which `why` names.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)

@@ -18,7 +18,7 @@ from kvconform.errors import UsageError
 from kvconform.report.pages import code, render
 
 RESULTS = Path("docs/mutants")
-KINDS = ("open", "unjudged", "performance", "equivalent")
+KINDS = ("open", "unjudged", "recommendation", "performance", "equivalent")
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kvconform import spec as data
 from kvconform.config import catalogue
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings, load
+from kvconform.contract.capabilities import complete
 from kvconform.contract.case import Variant
 from kvconform.contract.loader import Spec
 from kvconform.contract.steps import forks
@@ -48,6 +49,12 @@ class Setup(BaseModel):
     scheduling: Literal["all", "sync", "async"] = "all"
     slow: Literal["all", "compute", "transfers"] = "all"
     half: Literal["both", "scheduler"] = "both"
+
+    @field_validator("capabilities")
+    @classmethod
+    def _known(cls, declared: dict[str, Any]) -> dict[str, Any]:
+        complete(declared)
+        return declared
 
 
 class Subject(BaseModel):

@@ -160,3 +160,8 @@ def test_modules_are_found_without_being_imported() -> None:
 def test_a_setup_is_data() -> None:
     setup = Setup(id="s", capabilities={"store": True})
     assert json.loads(setup.model_dump_json())["capabilities"] == {"store": True}
+
+
+def test_a_capability_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UsageError, match="unknown capability 'layerwise'"):
+        Setup(id="s", capabilities={"layerwise": True})

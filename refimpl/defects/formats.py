@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planted defects: keys that an engine with another format of KV finds in the same store."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.keys import root_key
+from kvconform.refimpl.paging import read_slots, write_slots
+from kvconform.refimpl.plan import Piece, Save
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+EVERY_LAYER = "all"
+
+
+class _OneRoot(ReferenceConnector):
+    """Makes the root of its keys of a configuration in which something is always the same."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = copy.copy(vllm_config)
+        for name in ("model_config", "cache_config", "parallel_config"):
+            setattr(config, name, copy.copy(getattr(config, name)))
+        self._level(config)
+        self._root = root_key(config)
+
+    def _level(self, config: VllmConfig) -> None:
+        """Make equal what the keys do not tell apart; changes the configuration."""
+        raise NotImplementedError
+
+
+class AnyDtype(_OneRoot):
+    """Leaves the model's data type out of its keys."""
+
+    def _level(self, config: VllmConfig) -> None:
+        config.model_config.dtype = torch.float32
+
+
+class AnyCacheDtype(_OneRoot):
+    """Leaves the data type of the KV cache out of its keys."""
+
+    def _level(self, config: VllmConfig) -> None:
+        config.cache_config.cache_dtype = "auto"
+
+
+class OneRootForShardsAndStages(_OneRoot):
+    """Has the number of ranks in its keys, and not whether they split the heads or the layers.
+
+    Both give a rank as many bytes of a chunk, which are in one file for all of its layers.
+    """
+
+    def _level(self, config: VllmConfig) -> None:
+        config.parallel_config.pipeline_parallel_size = 1
+
+    def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
+        if layer != next(reversed(self._layers)) or not self._is_sound(save):
+            return
+        for piece in save.pieces:
+            parts = [read_slots(each, piece.slots, self._share) for each in self._layers.values()]
+            self._store.put(epoch, piece.key, EVERY_LAYER, b"".join(parts))
+
+    def _load_layer(self, piece: Piece, layer: str) -> bool:
+        data = self._store.get(piece.key, EVERY_LAYER)
+        if data is None:
+            return False
+        size = len(data) // len(self._layers)
+        start = list(self._layers).index(layer) * size
+        kv_layer, mine = self._layers[layer], data[start : start + size]
+        return write_slots(kv_layer, piece.slots, mine, piece.first, self._share)
