@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import signal
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -41,6 +42,8 @@ option = functools.partial(typer.Option, show_default=False)
 
 Text = str | None
 Texts = list[str] | None
+INTERRUPTED = 130
+"""Status that typer returns for a KeyboardInterrupt."""
 LISTS = ("requirements", "cases", "profiles", "connectors", "adapters")
 
 CONNECTOR = typer.Argument(
@@ -401,12 +404,15 @@ app.add_typer(
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the program: print one sentence for an error, and a traceback only with --debug."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
     debug = "--debug" in arguments
     # Only `run` has the option; for the other commands it is handled here.
     if debug and "run" not in arguments:
         arguments = [word for word in arguments if word != "--debug"]
     try:
         status = app(args=arguments, prog_name="kvconform", standalone_mode=False)
+        if status == INTERRUPTED:
+            raise KeyboardInterrupt
     except KvconformError as error:
         if debug and error.__cause__ is not None:
             raise

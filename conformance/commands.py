@@ -21,6 +21,7 @@ from kvconform import __version__
 from kvconform.adapters import registry as adapters
 from kvconform.compat.installed import NEWEST, OLDEST, vllm_version
 from kvconform.config import catalogue
+from kvconform.config.folders import check_writable
 from kvconform.contract.case import Case
 from kvconform.contract.loader import Spec, load_spec
 from kvconform.contract.requirement import Requirement
@@ -142,6 +143,8 @@ def _count(number: int, word: str) -> str:
 
 def defects(ids: list[str], jobs: int, report_dir: str | None, *, strict: bool) -> int:
     """Examine defects and print the kill matrix; see `kvconform.dev.defects.main`."""
+    if report_dir is not None:
+        check_writable("--report-dir", Path(report_dir))
     module = importlib.import_module("kvconform.dev.defects")
     return int(module.main(ids, jobs=jobs, report_dir=report_dir, strict=strict))
 
