@@ -338,7 +338,8 @@ def lint(
         ),
     ] = None,
     strict: Annotated[
-        bool, option("--strict", help="also report every MUST that no defect violates")
+        bool,
+        option("--strict", help="report each requirement that no defect violates; it counts"),
     ] = False,
 ) -> None:
     """Check the specification itself for mistakes."""
@@ -353,7 +354,8 @@ def defects(
         Texts,
         typer.Argument(
             metavar="[ID]...",
-            help="defects, or requirements for all of their defects [all]",
+            help="defects, or requirements for all of their defects [all]; "
+            "or package.module:NAME, a Fault or connector of your own",
             show_default=False,
         ),
     ] = None,
@@ -364,6 +366,9 @@ def defects(
     report_dir: Annotated[
         Text, option("--report-dir", metavar="DIR", help="where kill-matrix.json and .md go")
     ] = None,
+    select: Annotated[
+        Texts, option("-k", metavar="CASE...", help="cases for a defect of your own [all]")
+    ] = None,
     strict: Annotated[
         bool, option("--strict", help="a MUST that no defect violates is a failure")
     ] = False,
@@ -371,7 +376,8 @@ def defects(
     """Run the planted defects and print the kill matrix. For the development of kvconform."""
     from kvconform import commands
 
-    raise typer.Exit(commands.defects(ids or [], workers, report_dir, strict=strict))
+    cases = [part for entry in select or [] for part in entry.split(",") if part]
+    raise typer.Exit(commands.defects(ids or [], workers, report_dir, cases, strict=strict))
 
 
 @app.command()

@@ -233,9 +233,7 @@ class Controller:
                 (self.folder / name).unlink(missing_ok=True)
         except OSError as error:
             why = why_not(self.folder, error)
-            raise UsageError(
-                f"--report-dir {self.folder}: {why}; name another folder"
-            ) from None
+            raise UsageError(f"--report-dir {self.folder}: {why}; name another folder") from None
 
     def for_worker(self) -> str:
         """Return what a worker needs to know, as JSON."""
