@@ -40,8 +40,8 @@ NUMBERS = """(() => {
   const item = page.querySelector(".toc li"), text = page.createElement("span");
   text.textContent = "99.";
   item.append(text);
-  const [left, margin] = [item, page.querySelector("h1")].map((one) => one.getBoundingClientRect().left);
-  return left - margin + " " + text.getBoundingClientRect().width;
+  const left = (one) => one.getBoundingClientRect().left;
+  return left(item) - left(page.querySelector("h1")) + " " + text.getBoundingClientRect().width;
 })()"""
 
 
