@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import signal
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -41,6 +42,8 @@ option = functools.partial(typer.Option, show_default=False)
 
 Text = str | None
 Texts = list[str] | None
+INTERRUPTED = 130
+"""Status that typer returns for a KeyboardInterrupt."""
 LISTS = ("requirements", "cases", "profiles", "connectors", "adapters")
 
 CONNECTOR = typer.Argument(
@@ -335,7 +338,8 @@ def lint(
         ),
     ] = None,
     strict: Annotated[
-        bool, option("--strict", help="also report every MUST that no defect violates")
+        bool,
+        option("--strict", help="report each requirement that no defect violates; it counts"),
     ] = False,
 ) -> None:
     """Check the specification itself for mistakes."""
@@ -350,7 +354,8 @@ def defects(
         Texts,
         typer.Argument(
             metavar="[ID]...",
-            help="defects, or requirements for all of their defects [all]",
+            help="defects, or requirements for all of their defects [all]; "
+            "or package.module:NAME, a Fault or connector of your own",
             show_default=False,
         ),
     ] = None,
@@ -361,6 +366,9 @@ def defects(
     report_dir: Annotated[
         Text, option("--report-dir", metavar="DIR", help="where kill-matrix.json and .md go")
     ] = None,
+    select: Annotated[
+        Texts, option("-k", metavar="CASE...", help="cases for a defect of your own [all]")
+    ] = None,
     strict: Annotated[
         bool, option("--strict", help="a MUST that no defect violates is a failure")
     ] = False,
@@ -368,7 +376,8 @@ def defects(
     """Run the planted defects and print the kill matrix. For the development of kvconform."""
     from kvconform import commands
 
-    raise typer.Exit(commands.defects(ids or [], workers, report_dir, strict=strict))
+    cases = [part for entry in select or [] for part in entry.split(",") if part]
+    raise typer.Exit(commands.defects(ids or [], workers, report_dir, cases, strict=strict))
 
 
 @app.command()
@@ -401,12 +410,15 @@ app.add_typer(
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the program: print one sentence for an error, and a traceback only with --debug."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
     debug = "--debug" in arguments
     # Only `run` has the option; for the other commands it is handled here.
     if debug and "run" not in arguments:
         arguments = [word for word in arguments if word != "--debug"]
     try:
         status = app(args=arguments, prog_name="kvconform", standalone_mode=False)
+        if status == INTERRUPTED:
+            raise KeyboardInterrupt
     except KvconformError as error:
         if debug and error.__cause__ is not None:
             raise

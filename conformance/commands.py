@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import platform
 import sys
 import textwrap
@@ -21,6 +22,7 @@ from kvconform import __version__
 from kvconform.adapters import registry as adapters
 from kvconform.compat.installed import NEWEST, OLDEST, vllm_version
 from kvconform.config import catalogue
+from kvconform.config.folders import check_writable
 from kvconform.contract.case import Case
 from kvconform.contract.loader import Spec, load_spec
 from kvconform.contract.requirement import Requirement
@@ -140,8 +142,24 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}{'s' if number > 1 else ''}" if number else ""
 
 
-def defects(ids: list[str], jobs: int, report_dir: str | None, *, strict: bool) -> int:
-    """Examine defects and print the kill matrix; see `kvconform.dev.defects.main`."""
+def defects(
+    ids: list[str], jobs: int, report_dir: str | None, cases: list[str], *, strict: bool
+) -> int:
+    """Examine defects and print the kill matrix; see `kvconform.dev.defects.main`.
+
+    Names of objects are defects of one's own; see `kvconform.dev.own`.
+    """
+    own = [name for name in ids if ":" in name]
+    if own and (len(own) < len(ids) or report_dir is not None or strict):
+        raise UsageError(f"{own[0]} is no planted defect: name it alone, or with -k")
+    if own:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        module = importlib.import_module("kvconform.dev.own")
+        return int(module.main(own, cases, jobs=jobs or min(4, len(os.sched_getaffinity(0)))))
+    if cases:
+        raise UsageError("-k is for a defect of your own (package.module:NAME)")
+    if report_dir is not None:
+        check_writable("--report-dir", Path(report_dir))
     module = importlib.import_module("kvconform.dev.defects")
     return int(module.main(ids, jobs=jobs, report_dir=report_dir, strict=strict))
 

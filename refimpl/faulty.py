@@ -14,6 +14,7 @@ called in place of the original, which is a target or a hook of the connector. F
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -96,17 +97,44 @@ class Fault:
     def __add__(self, other: Fault) -> Fault:
         return Fault(self.changes + other.changes)
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Make the changes in this process, and undo them when the block is left."""
+    def active(self) -> Activation:
+        """Return a context manager in whose block this process has the changes."""
+        return Activation(self)
+
+
+class Activation:
+    """The time for which a fault is in force: from `__enter__` to `__exit__`, never less.
+
+    The module holds it meanwhile, so that a forgotten reference ends no fault. One that is dropped
+    without having been entered warns, because its fault was never in force.
+    """
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+        self._stack: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        if self._stack is not None:
+            raise RuntimeError("this fault has been in force: call active() again")
+        with ExitStack() as stack:
+            for target, change in self._fault.changes:
+                stack.enter_context(_changed(target, change))
+            self._stack = stack.pop_all()
         _active.append(self)
-        try:
-            with ExitStack() as stack:
-                for target, change in self.changes:
-                    stack.enter_context(_changed(target, change))
-                yield
-        finally:
-            _active.remove(self)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._stack is not None
+        _active.remove(self)
+        self._stack.close()
+
+    def __del__(self) -> None:
+        if self._stack is None:
+            changed = ", ".join(target.name for target, _ in self._fault.changes)
+            warnings.warn(
+                f"the fault of {changed} was never in force: write `with fault.active():`",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _changed(target: Target, change: Change) -> AbstractContextManager[Any]:
@@ -121,7 +149,8 @@ def _changed(target: Target, change: Change) -> AbstractContextManager[Any]:
     return patch.object(owner, name, changed, create=target.missing)
 
 
-_active: list[Fault] = []
+_active: list[Activation] = []
+"""Activations that have been entered and not left."""
 
 
 def in_force() -> bool:

@@ -38,6 +38,15 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "A hook MUST return." in out
 
 
+def test_a_report_directory_of_defects_is_checked_first(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    folder = str(tmp_path / "file" / "matrix")
+    code, _, err = kvconform(capsys, "defects", "--report-dir", folder, "appends-on-resume")
+    assert code == 2 and "file is not a directory; name another folder" in err
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = kvconform(capsys, "version")
     assert code == 0

@@ -12,9 +12,15 @@ from kvconform.errors import UsageError
 
 
 def check_writable(option: str, folder: Path) -> None:
-    """Check that the folder can be made and written to, by doing so; leave nothing behind.
+    """Raise UsageError, with the option that names the folder, unless it can be written to."""
+    if why := obstacle(folder):
+        raise UsageError(f"{option} {folder}: {why}; name another folder")
 
-    UsageError, with the option that names the folder, if it cannot.
+
+def obstacle(folder: Path) -> str:
+    """Return why the folder cannot be made or written to; empty if it can.
+
+    Tries it, and leaves nothing behind.
     """
     missing = [each for each in (folder, *folder.absolute().parents) if not each.exists()]
     try:
@@ -22,13 +28,12 @@ def check_writable(option: str, folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UsageError(
-            f"{option} {folder}: {why_not(folder, error)}; name another folder"
-        ) from None
+        return why_not(folder, error)
     finally:
         for each in missing:
             with contextlib.suppress(OSError):  # not made, or another process has used it
                 each.rmdir()
+    return ""
 
 
 def why_not(folder: Path, error: OSError) -> str:

@@ -24,6 +24,7 @@ from kvconform.judge.records import Row
 from kvconform.process.server import ServerSpec
 from kvconform.process.watchdog import DEFAULT_LIMIT
 from kvconform.refimpl.faulty import Fault
+from kvconform.words import many
 
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 Symbol = Annotated[str, Field(pattern=r"^[\w.]+:\w+$", description="package.module:name")]
@@ -151,12 +152,25 @@ NAME = "kill-matrix"
 FAILED = ("FAIL", "ERROR", "XPASS")
 
 
+class Runs(BaseModel):
+    """Runs in which a requirement had one verdict; `why` is the first one's reason, if it has any.
+
+    `exercised` says how often the requirement was exercised in all of them.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    runs: list[str] = []
+    exercised: int = 0
+    why: str = ""
+
+
 class Outcome(BaseModel):
     """Outcome of one planted defect, or of control runs.
 
     `failed` maps requirements to the runs that failed them, `found` maps them to the message of the
-    first. `passed_by` maps requirements that should have failed and did not to their verdicts, with
-    counts. `problem` says what is not as listed; it is empty if nothing is.
+    first. `passed_by` maps requirements that should have failed and did not to the runs of each
+    verdict. `problem` says what is not as listed; it is empty if nothing is.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -164,7 +178,7 @@ class Outcome(BaseModel):
     defect: str
     failed: dict[str, list[str]] = {}
     found: dict[str, str] = {}
-    passed_by: dict[str, dict[str, int]] = {}
+    passed_by: dict[str, dict[str, Runs]] = {}
     problem: str = ""
     seconds: float = 0.0
 
@@ -173,7 +187,9 @@ class Outcome(BaseModel):
         for row in rows:
             if row.requirement in wanted and row.verdict not in FAILED:
                 verdicts = self.passed_by.setdefault(row.requirement, {})
-                verdicts[str(row.verdict)] = verdicts.get(str(row.verdict), 0) + 1
+                alike = verdicts.setdefault(str(row.verdict), Runs(why=row.message or ""))
+                alike.runs.append(run)
+                alike.exercised += row.exercised
             if row.verdict in FAILED:
                 self.failed.setdefault(row.requirement, []).append(run)
                 self.found.setdefault(row.requirement, row.finding)
@@ -257,7 +273,9 @@ def build(
 def summary(matrix: KillMatrix) -> list[str]:
     """Return what a reader has to know, in sentences."""
     lines = [f"{outcome.defect} {outcome.problem}" for outcome in matrix.controls]
-    lines += [f"{outcome.defect}: {outcome.problem}" for outcome in matrix.bad]
+    for outcome in matrix.bad:
+        lines.append(f"{outcome.defect}: {outcome.problem}")
+        lines += [f"  {line}" for line in details(outcome)]
     total = len(matrix.defects)
     lines.append(f"{total - len(matrix.bad)} of {total} defects are caught as listed")
     if matrix.complete:
@@ -267,6 +285,27 @@ def summary(matrix: KillMatrix) -> list[str]:
             lines.append(f"MUST {kind}s killed: {len(rows) - len(missing)} of {len(rows)}")
             lines += [f"  no defect: {name}" for name in missing]
     return lines
+
+
+def details(outcome: Outcome) -> list[str]:
+    """Return why a defect was not caught as listed: what was exercised and held, and what failed.
+
+    Each requirement that should have failed has a line per verdict, and each that failed has one.
+    """
+    lines = []
+    for name, verdicts in outcome.passed_by.items():
+        for verdict, alike in verdicts.items():
+            where = f"{many(len(alike.runs), 'run')}, first {alike.runs[0]}"
+            if verdict == "PASS":
+                times = many(alike.exercised, "time")
+                lines.append(f"{name} was exercised {times} and held in {where}")
+            else:
+                why = f": {alike.why}" if alike.why else ""
+                lines.append(f"{name} was {verdict} in {where}{why}")
+    for name, runs in outcome.failed.items():
+        message = outcome.found.get(name, "")
+        lines.append(f"{name} failed in {many(len(runs), 'run')}, first {runs[0]}: {message}")
+    return lines if outcome.failed else [*lines, "no requirement failed"]
 
 
 def print_matrix(matrix: KillMatrix) -> None:

@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -157,10 +157,17 @@ def run(control: Control, spec: Spec, tmp: Path) -> Outcome:
     return outcome
 
 
-def examine(defect: Defect, spec: Spec, tmp: Path, note: Path | None = None) -> Outcome:
+def examine(
+    defect: Defect,
+    spec: Spec,
+    tmp: Path,
+    note: Path | None = None,
+    watched: Container[str] | None = None,
+) -> Outcome:
     """Run one defect on its cases.
 
-    Writes only below `tmp`; an engine fault is active meanwhile. `note`: see watchdog.
+    Writes only below `tmp`; an engine fault is active meanwhile. `note`: see watchdog. `watched`:
+    requirements whose other verdicts than FAIL are recorded, too; the default is what should fail.
     """
     from kvconform.process import watchdog
     from kvconform.run.calibration import target_profile
@@ -188,7 +195,7 @@ def examine(defect: Defect, spec: Spec, tmp: Path, note: Path | None = None) -> 
                     last = report.harness_error.splitlines()[-1]
                     outcome.problem = f"the harness broke on {variant.id}: {last}"
                     return outcome
-                outcome.take(variant.id, report.rows, defect.fails)
+                outcome.take(variant.id, report.rows, defect.fails if watched is None else watched)
     finally:
         watchdog.stop()
         outcome.seconds = round(time.perf_counter() - start, 2)
@@ -215,7 +222,11 @@ def settled(outcome: Outcome, defect: Defect) -> Outcome:
     outcome.passed_by = {
         name: verdicts for name, verdicts in outcome.passed_by.items() if name not in outcome.failed
     }
-    outcome.problem = difference(defect, set(outcome.failed), outcome.passed_by)
+    counts = {
+        name: {verdict: len(alike.runs) for verdict, alike in verdicts.items()}
+        for name, verdicts in outcome.passed_by.items()
+    }
+    outcome.problem = difference(defect, set(outcome.failed), counts)
     return outcome
 
 

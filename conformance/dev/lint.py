@@ -28,11 +28,13 @@ from kvconform.contract.case import Matrix
 from kvconform.contract.expression import compile_expr
 from kvconform.contract.loader import Spec, SpecError, load_spec, words
 from kvconform.contract.profile import select
+from kvconform.contract.requirement import Requirement
 from kvconform.contract.steps import STEPS
 from kvconform.dev import lint_requirements
 from kvconform.dev.defect import Defect
 from kvconform.dev.lint_requirements import Finding, numbers, place_of
 from kvconform.errors import Location, did_you_mean
+from kvconform.words import many
 
 RULES: dict[str, str] = {
     "L001": "the file does not load",
@@ -74,6 +76,9 @@ CASE_LINES = 40
 _PLAIN = {"add", "on", "step", "run", "expect"}
 """Steps that every engine does: no situations."""
 
+MENTIONED = 3
+"""Number of requirements without a defect that lint names if it is not strict."""
+
 SOON = 30
 """Days before the end of a waiver from which on lint warns."""
 
@@ -87,7 +92,7 @@ def lint(
     """Return all findings, sorted by place.
 
     `exercised` maps requirements to how often they were exercised in a full run; L005 is not judged
-    without it. `strict` adds L028.
+    without it. `strict` makes L028 a finding per requirement instead of one warning.
     """
     checks: list[Callable[[Spec], Iterable[Finding]]] = [
         lint_requirements.check,
@@ -96,8 +101,7 @@ def lint(
         check_defects,
         check_rules,
     ]
-    if strict:
-        checks.append(unkilled)
+    checks.append(unkilled if strict else mention_unkilled)
     found = [finding for check in checks for finding in check(spec)]
     if exercised is not None:
         found.extend(not_exercised(spec, exercised))
@@ -280,11 +284,29 @@ def _nowhere(symbol: str) -> str | None:
 
 def unkilled(spec: Spec) -> Iterator[Finding]:
     """Yield L028 for every requirement that no defect is listed to fail."""
+    for req in _unkilled(spec):
+        where = place_of(spec, "requirement", req.id)
+        yield Finding(where, "L028", f"{req.id} ({req.level}): no defect violates it")
+
+
+def _unkilled(spec: Spec) -> list[Requirement]:
     killed = {wanted for raw in spec.defects.values() for wanted in raw.get("fails", ())}
-    for req in spec.requirements.values():
-        if req.id not in killed:
-            where = place_of(spec, "requirement", req.id)
-            yield Finding(where, "L028", f"{req.id} ({req.level}): no defect violates it")
+    return [req for req in spec.requirements.values() if req.id not in killed]
+
+
+def mention_unkilled(spec: Spec) -> Iterator[Finding]:
+    """Yield L028 once, as a warning that counts the findings of `unkilled` and names the first.
+
+    A specification without planted defects has none to miss.
+    """
+    found = _unkilled(spec)
+    if not found or not spec.defects:
+        return
+    names = [req.id for req in found[:MENTIONED]]
+    more = f" and {len(found) - MENTIONED} more" if len(found) > MENTIONED else ""
+    sentence = f"no defect violates {many(len(found), 'requirement')}: {', '.join(names)}{more}"
+    where = place_of(spec, "requirement", found[0].id)
+    yield Finding(where, "L028", f"{sentence} (--strict names all)", warning=True)
 
 
 # -- coverage of the rules of the contract

@@ -26,6 +26,7 @@ from kvconform.config.target import Target
 from kvconform.contract.case import SLOW, Case, Device, Variant
 from kvconform.contract.loader import Spec, load_spec
 from kvconform.contract.steps import forks
+from kvconform.errors import UsageError
 from kvconform.files import scratch_root
 from kvconform.run.calibration import target_profile
 from kvconform.run.case import run_and_judge
@@ -155,7 +156,11 @@ def main(
     from kvconform.process import watchdog
     from kvconform.refimpl.variants.registry import STREAMED, VARIANTS
 
-    limit = in_seconds(minutes, seconds)
+    try:
+        limit = in_seconds(minutes, seconds)
+    except UsageError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        sys.exit(error.code)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     spec = load_spec()
     start = time.monotonic()

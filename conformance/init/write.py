@@ -17,7 +17,8 @@ from typing import Any
 import jinja2
 
 from kvconform import fixtures
-from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.config.folders import check_writable, obstacle
+from kvconform.errors import UsageError
 from kvconform.init.find import Found, options
 from kvconform.init.origin import Origin
 
@@ -39,15 +40,13 @@ def template(folder: Path) -> None:
     """Copy the template connector into a new folder. UsageError if the folder is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists: --template makes a new folder")
-    try:
-        shutil.copytree(
-            FIXTURES / "template",
-            folder,
-            ignore=shutil.ignore_patterns("__pycache__"),
-            dirs_exist_ok=True,
-        )
-    except OSError as error:
-        raise EnvironmentProblem(f"{error.filename} cannot be written: {error.strerror}") from None
+    check_writable("--template", folder)
+    shutil.copytree(
+        FIXTURES / "template",
+        folder,
+        ignore=shutil.ignore_patterns("__pycache__"),
+        dirs_exist_ok=True,
+    )
 
 
 def settings(repository: Path, connector: str, found: Found | None) -> str:
@@ -82,18 +81,17 @@ def workflow(repository: Path, origin: Origin) -> tuple[str, str]:
 
 
 def write(repository: Path, files: dict[str, str]) -> Iterator[Written]:
-    """Write the missing files, yielding each. EnvironmentProblem if a file cannot be written."""
+    """Write the missing files, yielding each. UsageError, before any, if one cannot be written."""
+    for name in files:
+        path = repository / name
+        if not path.exists() and (why := obstacle(path.parent)):
+            raise UsageError(f"{path}: {why}")
     for name, text in files.items():
         path = repository / name
         kept = path.exists()
         if not kept:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise EnvironmentProblem(
-                    f"{error.filename} cannot be written: {error.strerror}"
-                ) from None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
         yield Written(Path(name), kept)
 
 

@@ -27,11 +27,13 @@ class Story(NamedTuple):
     """Where wrong bytes were before.
 
     `req` is the request whose table shows it; `side` is known if an outdated table explains them.
+    `outdated` is the step of the preemption before which that table was right.
     """
 
     req: str
     text: str
     side: Side | None = None
+    outdated: int | None = None
 
 
 @dataclass
@@ -118,10 +120,10 @@ def tell(trace: list[Event], event: Event) -> Story | None:
         for name in dict.fromkeys([req, *known]):
             # What is read in a step was saved before it.
             mine = [stay for stay in known.get(name, []) if stay.since < event["step"]]
-            for text in _outdated(name, mine, held, wanted):
-                return Story(name, text, "save")
-        for text in _misplaced(known.get(event["req"], []), held, wanted):
-            return Story(event["req"], text, "load")
+            for step, text in _outdated(name, mine, held, wanted):
+                return Story(name, text, "save", step)
+        for step, text in _misplaced(known.get(event["req"], []), held, wanted):
+            return Story(event["req"], text, "load", step)
     for stay in known.get(req, []):
         if held < len(stay.table):
             return Story(req, _held(req, pos, stay, stay.table[held]))
@@ -151,7 +153,7 @@ def _taken(known: dict[str, list[Stay]], owner: str, held: int, wanted: int) -> 
                         f" and belongs to request {owner} from step {stay.got[block]} on:"
                         f" a save of {name} read it after that"
                     )
-                    yield Story(name, text, "save")
+                    yield Story(name, text, "save", earlier.preempted)
 
 
 def _held(req: str, pos: int, stay: Stay, block: int) -> str:
@@ -159,8 +161,10 @@ def _held(req: str, pos: int, stay: Stay, block: int) -> str:
     return f"block {block} of request {req} held position {pos} from step {stay.since}{until}"
 
 
-def _misplaced(mine: list[Stay], loaded: int, wanted: int) -> Iterator[str]:
+def _misplaced(mine: list[Stay], loaded: int, wanted: int) -> Iterator[tuple[int | None, str]]:
     """Yield a sentence per stay in which a load by the table before it would write to `wanted`.
+
+    Each comes with the step of the preemption between the two.
 
     The block of index `wanted` of the stay's table has index `loaded` in that of the stay before.
     """
@@ -172,15 +176,20 @@ def _misplaced(mine: list[Stay], loaded: int, wanted: int) -> Iterator[str]:
             and before.table[loaded] == stay.table[wanted]
         ):
             block = stay.table[wanted]
-            yield (
+            text = (
                 f"block {block} is block {wanted} of the request's table from step {stay.since} on;"
                 f" it was block {loaded} of it before the preemption in step {before.preempted}:"
                 " a load that uses the old table writes there"
             )
+            yield before.preempted, text
 
 
-def _outdated(req: str, mine: list[Stay], held: int, wanted: int) -> Iterator[str]:
+def _outdated(
+    req: str, mine: list[Stay], held: int, wanted: int
+) -> Iterator[tuple[int | None, str]]:
     """Yield a sentence per stay in which a save by an outdated table would read another block.
+
+    Each comes with the step of the preemption before which the table was right.
 
     The block of index `held` of the stay's table has index `wanted` in the joined tables of this
     stay and those before it.
@@ -199,13 +208,14 @@ def _outdated(req: str, mine: list[Stay], held: int, wanted: int) -> Iterator[st
         )
         if wanted < len(before):
             old = f"it was block {wanted} of that table before the preemption in step {last}"
-            yield f"{text}; {old}: a save that uses the old table reads it"
+            yield last, f"{text}; {old}: a save that uses the old table reads it"
         else:
-            yield (
+            appended = (
                 f"{text}; appended to the table from before the preemption in step {last},"
                 f" it is block {wanted}: a save reads it there if the connector appends"
                 " a resumed request's blocks"
             )
+            yield last, appended
 
 
 EXCERPT = 12

@@ -39,6 +39,8 @@ def narrate(
             story = tell(list(trace), event) if sentence is not None else None
             parts = [sentence, story.text if story is not None else None]
             row.side = story.side if story is not None else None
+            if story is not None and story.outdated is not None:
+                row.outdated = (story.req, story.outdated)
             row.headline = headline(event, row.requirement, row.side)
         if row.message != row.check:
             parts.append(row.message)

@@ -103,6 +103,13 @@ class Row:
         Literal["load", "save"] | None,
         Field(description="where wrong bytes went wrong, if block tables tell"),
     ] = None
+    outdated: Annotated[
+        tuple[str, int] | None,
+        Field(
+            description="the request, and the step of its preemption, whose block table from before"
+            " explains the wrong bytes"
+        ),
+    ] = None
     absent: Annotated[
         tuple[str, ...],
         Field(description="situations that had not come up before the failure"),

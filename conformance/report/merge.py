@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from kvconform import __version__
+from kvconform.config.folders import check_writable
 from kvconform.config.selection import part, select, suite_digest
 from kvconform.config.settings import Settings, Shard, parse
 from kvconform.contract.loader import Spec, load_spec
@@ -52,6 +53,7 @@ def merge(
         raise UsageError(
             f"--report-dir {report_dir} is the report of a shard: name another directory"
         )
+    check_writable("--report-dir", out)
     reports = sorted((read_shard(Path(folder)) for folder in folders), key=shard_of)
     check(reports)
     spec = load_spec()

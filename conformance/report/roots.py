@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Root causes: which failures of a connector other failures of the same runs explain.
 
-A failure is a consequence if others, of earlier stages, failed in each of its runs.
+A failure is a consequence if others, of earlier stages, failed in each of its runs. What block
+tables tell goes before the order of stages: a save and a load that went wrong by one outdated table
+are one mistake, and the load says more about it. So is a load of which one failure tells where the
+bytes were, and another one only that they are not there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from operator import attrgetter
 
 from kvconform.judge.records import Row, Verdict
 from kvconform.report.causes import by_cause
 from kvconform.report.stage import Stage, stage
+
+MOVING = (Stage.SAVE, Stage.LOAD)
+"""Stages in which a connector copies KV."""
 
 
 class Weight(IntEnum):
@@ -69,15 +74,19 @@ def roots(rows: Sequence[Row]) -> list[Root]:
     then recommendations.
     """
     groups = by_cause([row for row in rows if row.verdict is Verdict.FAIL])
+    leaders = [_leader(group, groups) for group in groups]
     found: list[Root] = []
     home: dict[tuple[str, str], Root] = {}
-    for group in groups:
-        root = _explained_by(group, found)
+    holds: dict[int, Root] = {}
+    # Those with a leader come last, so that its root is known.
+    for group, leader in sorted(zip(groups, leaders, strict=True), key=lambda one: bool(one[1])):
+        root = _explained_by(group, found) if leader is None else holds[id(leader)]
         if root is None:
             root = Root(group)
             found.append(root)
         else:
             root.consequences.append(group)
+        holds[id(group)] = root
         for row in group:
             home.setdefault((row.requirement, row.run), root)
     failing = {group[0].requirement for group in groups}
@@ -87,7 +96,49 @@ def roots(rows: Sequence[Row]) -> list[Root]:
         because = home.get((row.blocked_by or "", row.run))
         if because is not None and row.requirement not in because.blocked:
             because.blocked.append(row.requirement)
-    return sorted(found, key=attrgetter("weight"))
+    return sorted(found, key=lambda root: (root.weight, *_rank(root.row)))
+
+
+def _rank(row: Row) -> tuple[Stage, bool]:
+    """Return the stage of a root cause; of a wrong save and a wrong load, the told one is first."""
+    here = stage(row)
+    return (Stage.SAVE, row.side is None) if here in MOVING else (here, False)
+
+
+def _leader(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
+    """Return the group that tells more of the same mistake as `group` in each of its runs.
+
+    That is a load which went wrong by the same outdated table as a save, or a load of which `group`
+    does not tell what went wrong.
+    """
+    first = group[0]
+    for other in groups:
+        tells = stage(other[0]) is Stage.LOAD and other[0].side is not None
+        if other is group or not tells or not _may_hide(other[0], first):
+            continue
+        if stage(first) is Stage.SAVE and _all_in(group, other, _by_table):
+            return other
+        if stage(first) is Stage.LOAD and first.side is None and _all_in(group, other, _of_load):
+            return other
+    return None
+
+
+def _all_in(
+    group: Sequence[Row], other: Sequence[Row], fact: Callable[[Row], tuple[object, ...] | None]
+) -> bool:
+    """Return whether each row of `group` has a fact that a row of `other` has, too."""
+    known = {fact(row) for row in other} - {None}
+    return all(fact(row) in known for row in group)
+
+
+def _by_table(row: Row) -> tuple[object, ...] | None:
+    """Return the run and the outdated table that explains a failure; None without one."""
+    return None if row.outdated is None else (row.run, *row.outdated)
+
+
+def _of_load(row: Row) -> tuple[object, ...] | None:
+    """Return the run, the step and the request of a failure; None if it is about no request."""
+    return None if row.step is None or row.req is None else (row.run, row.step, row.req)
 
 
 def _explained_by(group: Sequence[Row], known: Sequence[Root]) -> Root | None:

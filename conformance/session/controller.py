@@ -24,6 +24,7 @@ from rich.markup import escape
 
 from kvconform.compat.installed import check_vllm
 from kvconform.config.catalogue import check_connector_exists, check_connector_name, lacking
+from kvconform.config.folders import why_not
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
@@ -36,6 +37,7 @@ from kvconform.report import jsonl, statement, summary, terminal
 from kvconform.report.collector import Collector
 from kvconform.report.html import page
 from kvconform.report.jsonl import FooterLine, HeaderLine
+from kvconform.report.merge import JUNIT
 from kvconform.report.progress import Progress
 from kvconform.run.lines import Lines
 from kvconform.session import crash
@@ -46,6 +48,8 @@ STARTS = 3
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
+VERDICTS = (summary.NAME, page.NAME, statement.NAME, statement.BADGE, JUNIT)
+"""Files of a report that are written at its end; report.jsonl is written from the beginning."""
 
 Listener = Callable[[CaseReport, Lines, float], None]
 """Function that gets the result of each run, the lines that it executed, and its seconds."""
@@ -104,17 +108,7 @@ class Controller:
         """Print the header, open the report, and run the set-up commands."""
         terminal.header(self.console, self.collector, self.warnings)
         try:
-            self._stream = jsonl.Stream(self.folder, self.header())
-        except UsageError as error:
-            self.stop(error)
-        except OSError as error:
-            why = error.strerror or error
-            if self.folder.is_file():
-                why = "it is a file, not a directory"
-            self.stop(
-                UsageError(f"the report cannot be written to {self.folder}: {why} (--report-dir)")
-            )
-        try:
+            self.open_report()
             self.commands.up()
         except KvconformError as error:
             self.stop(error)
@@ -226,6 +220,21 @@ class Controller:
 
     # -- the rest
 
+    def open_report(self) -> None:
+        """Begin the report, if it has not begun: an earlier run's verdict is gone from then on.
+
+        UsageError if another run is writing to the folder, or nothing can be written there.
+        """
+        if self._stream is not None:
+            return
+        try:
+            self._stream = jsonl.Stream(self.folder, self.header())
+            for name in VERDICTS:
+                (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            why = why_not(self.folder, error)
+            raise UsageError(f"--report-dir {self.folder}: {why}; name another folder") from None
+
     def for_worker(self) -> str:
         """Return what a worker needs to know, as JSON."""
         logs = str(self.folder / "logs") if self.quiet_workers else None
@@ -296,7 +305,7 @@ class Controller:
     def _finish(self) -> int:
         self.progress.stop()
         self.tear_down()
-        code = self._report() if self.collector.reports and self._stream is not None else 3
+        code = self._report() if self._stream is not None else 3
         if self.problem is not None:
             code = self.problem.code
         elif not self.collector.reports:
@@ -345,7 +354,8 @@ class Controller:
             self.problem = self.problem or EnvironmentProblem(
                 f"the report cannot be written to {self.folder}: {error.strerror or error}"
             )
-        terminal.report(
-            self.console, self.collector, rows, found, where=str(self.folder), seconds=seconds
-        )
+        if self.collector.reports:
+            terminal.report(
+                self.console, self.collector, rows, found, where=str(self.folder), seconds=seconds
+            )
         return code

@@ -19,8 +19,9 @@ from rich.console import Console
 
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem
+from kvconform.report.merge import JUNIT
 from kvconform.report.terminal import make_console
-from kvconform.session.controller import Controller, Listener
+from kvconform.session.controller import INTERRUPTS, Controller, Listener
 from kvconform.session.plugin import PRESET
 
 
@@ -51,38 +52,57 @@ def run(
     Raises KvconformError if the run could not start or could not be completed.
     """
     console = Console(file=io.StringIO()) if quiet else make_console()
-    controller = Controller(
-        settings,
-        console,
-        quiet_workers=not settings.debug,
-        first=first,
-        traced=traced,
-        untraced=untraced,
-        listener=listener,
-    )
+    controller: Controller | None = None
 
     def interrupt(*_: object) -> None:
         """Report the results so far, and clean up; once the verdict is known, only end."""
-        if controller.exit_code is None:
+        if controller is None or controller.exit_code is None:
             raise KeyboardInterrupt
 
-    before = {each: signal.signal(each, interrupt) for each in (signal.SIGTERM, signal.SIGINT)}
+    before = {each: signal.signal(each, interrupt) for each in INTERRUPTS}
+    try:
+        controller = Controller(
+            settings,
+            console,
+            quiet_workers=not settings.debug,
+            first=first,
+            traced=traced,
+            untraced=untraced,
+            listener=listener,
+        )
+        _judge(controller)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        if controller is not None:
+            controller.clean_up()
+    if controller.problem is not None:
+        raise controller.problem
+    assert controller.exit_code is not None
+    return controller.exit_code
+
+
+def _judge(controller: Controller) -> None:
+    """Run pytest; write the report here if pytest has ended before it had a session to finish.
+
+    A run that is interrupted while its workers start is such a run. UsageError if the report cannot
+    be written.
+    """
+    settings = controller.settings
+    controller.open_report()
+    status = 0
     try:
         with hermetic(settings.debug, "xdist.plugin,kvconform.session.plugin"):
             status = int(
                 pytest.main(_arguments(settings, controller), plugins=[_Preset(controller)])
             )
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-        controller.clean_up()
-    if controller.problem is not None:
-        raise controller.problem
+    except KeyboardInterrupt:
+        controller.problem = controller.problem or EnvironmentProblem("interrupted")
     if controller.exit_code is None:
-        raise EnvironmentProblem(
+        controller.problem = controller.problem or EnvironmentProblem(
             f"pytest ended with status {status} before anything was run (--debug shows its output)"
         )
-    return controller.exit_code
+        controller.exit_code = controller.finish()
 
 
 def _arguments(settings: Settings, controller: Controller) -> list[str]:
@@ -107,7 +127,7 @@ def _arguments(settings: Settings, controller: Controller) -> list[str]:
         # that raised it, and so the request, which would count as the connector's own reference.
         "-pno:logging",
         "-s",
-        f"--junitxml={Path(settings.report_dir) / 'junit.xml'}",
+        f"--junitxml={Path(settings.report_dir) / JUNIT}",
         "-ojunit_suite_name=kvconform",
         # Otherwise a replaced worker has an entry without a name.
         "-ojunit_duration_report=call",

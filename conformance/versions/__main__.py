@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvconform.config.catalogue import check_connector_name
+from kvconform.config.folders import check_writable
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings, load, parse_extra_config
 from kvconform.contract.loader import load_spec
@@ -162,6 +163,7 @@ def run(options: argparse.Namespace) -> int:
     snapshots = not options.no_snapshots
     at_once = options.jobs or matrix.jobs(len(where))
     folder = Path(settings.report_dir)
+    check_writable("--report-dir", folder)
     count = f"{len(where)} release{'s' * (len(where) > 1)}"
     print(f"kvconform versions: {settings.connector} in {count}, {at_once} at a time", flush=True)
     lock = threading.Lock()

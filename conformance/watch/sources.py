@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
+import signal
 import sys
 import threading
 import time
@@ -61,9 +62,10 @@ def source_of(settings: Settings) -> Source:
 
 
 class Changes:
-    """Watches a connector's source in a thread of its own; a context manager.
+    """Watches a connector's source in a thread of its own; a context manager of the main thread.
 
-    `fileno` is readable while there are changes that were not taken. A folder that is deleted is
+    `fileno` is readable while there are changes that were not taken, and after a signal: one that
+    arrives just before `select` begins would otherwise not end it. A folder that is deleted is
     waited for, and one that takes its place is a change.
     """
 
@@ -75,10 +77,12 @@ class Changes:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Changes:
+        self._woken_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        signal.set_wakeup_fd(self._woken_before)
         self._over.set()
         self._thread.join(2)
 

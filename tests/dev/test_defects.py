@@ -6,18 +6,30 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import pkgutil
+import re
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from kvconform import commands
 from kvconform.contract.loader import load_spec
 from kvconform.dev import defects
-from kvconform.dev.defect import Defect, KillMatrix, Outcome, build, load_defects, summary
+from kvconform.dev.defect import (
+    Defect,
+    KillMatrix,
+    Outcome,
+    build,
+    details,
+    load_defects,
+    summary,
+)
 from kvconform.dev.defects import difference, examine, examine_apart, main, named
 from kvconform.errors import UsageError
 from kvconform.refimpl import defects as package
@@ -35,6 +47,22 @@ from kvconform.refimpl.faulty import (
     with_keywords,
 )
 
+OWN = """
+from kvconform.refimpl.defects import targets
+from kvconform.refimpl.faulty import Target, skipped
+
+OWN = 1
+
+
+@targets.BUILD_OUTPUT.after
+def ahead(output, engine, step):
+    cached = output.scheduled_cached_reqs
+    cached.num_computed_tokens = [count + 1 for count in cached.num_computed_tokens]
+
+
+nothing = targets.BUILD_OUTPUT.after(lambda *arguments: None)
+nowhere = Target("kvconform.refimpl.scheduler:nowhere").replaced_by(skipped)
+"""
 SPEC = load_spec()
 DEFECTS = load_defects(SPEC)
 MODULES = [
@@ -191,6 +219,26 @@ def test_a_change_takes_the_place_of_a_method(change: Any, found: Any) -> None:
         assert _Adder().sub(5, b=2) == found
 
 
+def test_a_fault_stays_in_force_without_a_reference_to_it() -> None:
+    activation = ADD.replaced_by(returns(-1)).active()
+    activation.__enter__()
+    left = weakref.ref(activation)
+    del activation
+    gc.collect()
+    assert in_force() and _Adder().add(1, 1) == -1
+    still = left()
+    assert still is not None
+    still.__exit__()
+    assert not in_force() and _Adder().add(1, 1) == 2
+    with pytest.raises(RuntimeError, match="call active"):
+        still.__enter__()
+
+
+def test_a_fault_that_was_never_in_force_is_loud() -> None:
+    with pytest.warns(RuntimeWarning, match=r"_Adder\.add was never in force: write `with fault"):
+        ADD.replaced_by(returns(-1)).active()
+
+
 def test_a_function_can_be_called_before_or_after_a_target() -> None:
     calls: list[Any] = []
     with (
@@ -265,6 +313,53 @@ def test_what_was_never_at_stake_is_told_from_what_passed(tmp_path: Path) -> Non
     assert outcome.problem.startswith("reset.answer was NOT_EXERCISED in ") and list(
         outcome.passed_by
     ) == ["reset.answer"]
+
+
+def test_a_defect_that_is_not_caught_says_what_was_exercised(tmp_path: Path) -> None:
+    fails = ["hook.no-raise", "reset.answer", "lookup.answer-type"]
+    known = Defect(**PLAIN | {"connector": DEFECTS["float-count"].connector, "fails": fails})
+    outcome = examine(known, SPEC, tmp_path)
+    matrix = build([outcome], {known.id: known}, [], complete=False)
+    lines = summary(matrix)
+    runs = r"\d+ runs, first lifecycle\.hook-order\[reference-"
+    assert lines[0].startswith(f"{known.id}: not caught by hook.no-raise; reset.answer was NOT_EXE")
+    assert any(
+        re.match(rf"  hook\.no-raise was exercised \d+ times and held in {runs}", line)
+        for line in lines
+    )
+    assert any(re.match(rf"  reset\.answer was NOT_EXERCISED in {runs}", line) for line in lines)
+    assert any(
+        re.match(rf"  lookup\.answer-type failed in {runs}.*: asked for", line) for line in lines
+    )
+    sound = Defect(**PLAIN | {"connector": "kvconform.refimpl.variants.loading:Undecided"})
+    assert details(examine(sound, SPEC, tmp_path))[-1] == "no requirement failed"
+
+
+def test_a_defect_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert commands.defects(["mine:ahead"], 1, None, ["chunked.boundaries"], strict=False) == 0
+    said = capfd.readouterr()
+    assert said.out.startswith("mine:ahead: found by ") and "engine.meta-before-advance" in said.out
+    assert said.err == ""  # nothing of vLLM's about Triton
+    assert commands.defects(["mine:nothing"], 1, None, ["chunked.boundaries"], strict=False) == 1
+    assert re.match(
+        r"mine:nothing: nothing finds it; \d+ requirements exercised in 1 case",
+        capfd.readouterr().out,
+    )
+    for name, why in (
+        ("mine:nowhere", "changes what does not exist"),
+        ("mine:absent", "cannot be imported"),
+        ("mine:OWN", "is neither a Fault"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            commands.defects([name], 1, None, ["chunked.boundaries"], strict=False)
+    with pytest.raises(UsageError, match="is no planted defect"):
+        commands.defects(["mine:ahead", "float-count"], 1, None, [], strict=False)
+    with pytest.raises(UsageError, match="-k is for a defect of your own"):
+        commands.defects(["float-count"], 1, None, ["chunked"], strict=False)
 
 
 def test_a_requirement_stands_for_its_defects() -> None:

@@ -16,7 +16,7 @@ from kvconform.compat import installed, interface
 from kvconform.contract.case import Matrix
 from kvconform.contract.loader import load_spec
 from kvconform.contract.steps import STEPS
-from kvconform.dev.lint import RULES, lint, lint_root
+from kvconform.dev.lint import RULES, lint, lint_root, mention_unkilled, unkilled
 from kvconform.dev.lint_requirements import Finding
 
 GOOD = {
@@ -292,18 +292,19 @@ def test_profiles_waivers_and_defects(tmp_path: Path) -> None:
     empty: dict[str, Any] = {"profiles__yaml": [], "waivers__yaml": []}
     assert codes(
         findings(tmp_path, **empty, **{"defects__yaml": [DEFECT | {"fails": ["nope"]}]})
-    ) == {"L026"}
+    ) == {"L026", "L028"}  # the one requirement is violated by nothing
 
 
 def test_defects(tmp_path: Path) -> None:
     assert findings(tmp_path, **{"defects__yaml": [DEFECT]}) == []
     for change in (
         {"requirements": ["lookup.last-token"]},
-        {"fails": []},
         {"connector": "no colon"},
         {"cases": ["lifecycle.two"]},
     ):
         assert codes(findings(tmp_path, **{"defects__yaml": [DEFECT | change]})) == {"L027"}
+    no_failure = findings(tmp_path, **{"defects__yaml": [DEFECT | {"fails": []}]})
+    assert codes(no_failure) == {"L027", "L028"}
     assert codes(
         findings(
             tmp_path, **{"defects__yaml": [{k: v for k, v in DEFECT.items() if k != "connector"}]}
@@ -312,6 +313,21 @@ def test_defects(tmp_path: Path) -> None:
     for entries, expected in (([DEFECT], set()), ([], {"L028"})):
         findings(tmp_path, **{"defects__yaml": entries})
         assert codes(lint(load_spec(tmp_path / "spec"), strict=True)) & {"L028"} == expected
+
+
+def test_what_no_defect_violates_is_mentioned_without_strict() -> None:
+    spec = load_spec()
+    assert list(mention_unkilled(spec)) == []
+    silent = list(spec.requirements)[:5]
+    for raw in spec.defects.values():
+        raw["fails"] = [name for name in raw["fails"] if name not in silent]
+    (found,) = mention_unkilled(spec)
+    assert found.warning and found.code == "L028"
+    assert found.message == (
+        f"no defect violates 5 requirements: {', '.join(silent[:3])} and 2 more"
+        " (--strict names all)"
+    )
+    assert [each.warning for each in unkilled(spec)] == 5 * [False]
 
 
 @pytest.mark.parametrize(

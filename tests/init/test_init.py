@@ -108,6 +108,8 @@ def test_a_failing_connector_fails_it(repository: Path) -> None:
         (["empty"], "derives from KVConnectorBase_V1: name it"),
         (["other", "--connector", "a:B"], "kvconform.toml names json:Fake: change it there"),
         (["broken"], "is not valid TOML"),
+        (["blocked"], "blocked/.github is not a directory"),
+        (["--template", "blocked/.github/new"], "blocked/.github is not a directory"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_sentence(
@@ -121,6 +123,9 @@ def test_what_is_wrong_is_told_in_a_sentence(
         (repository / name).mkdir()
         (repository / name / "kvconform.toml").write_text(text, encoding="utf-8")
     (repository / "empty").mkdir()
+    (repository / "blocked").mkdir()
+    (repository / "blocked" / "kvconform.toml").write_text('connector = "json:Fake"')
+    (repository / "blocked" / ".github").write_text("")
     monkeypatch.chdir(repository)
     with pytest.raises(SystemExit) as done:
         main(["init", *arguments])

@@ -73,8 +73,8 @@ def test_the_origin_names_request_and_position() -> None:
 
 def test_a_save_by_a_table_to_which_a_resumption_was_appended() -> None:
     run = trace(*STORY, pos=12, origin=FIRST)
-    req, text, side = tell(run, run[-1]) or Story("", "")
-    assert side == "save"
+    req, text, side, step = tell(run, run[-1]) or Story("", "")
+    assert (side, step) == ("save", 4)
     assert req == "a" and text.startswith(
         "block 4 held it from step 6 on, as block 0 of the table of request a; "
         "appended to the table from"
@@ -93,8 +93,8 @@ def test_a_save_by_the_table_from_before_the_preemption() -> None:
         pos=8,
         origin=FIRST,
     )
-    _, text, side = tell(run, run[-1]) or Story("", "")
-    assert side == "save"
+    _, text, side, step = tell(run, run[-1]) or Story("", "")
+    assert (side, step) == ("save", 4)
     assert (
         "block 3 held it from step 6 on" in text
         and "it was block 2 of that table before the preemption in step 4" in text
@@ -109,8 +109,8 @@ def test_bytes_read_in_the_step_of_the_resumption_were_loaded_by_the_old_table()
         scheduled(99, "b", 5, 6, 2, 3, listed_as="resumed"),
     )
     run = trace(*mine, pos=8, origin=("b", 4))
-    req, text, side = tell(run, run[-1]) or Story("", "")
-    assert side == "load"
+    req, text, side, step = tell(run, run[-1]) or Story("", "")
+    assert (side, step) == ("load", 4)
     assert req == "b" and text.startswith(
         "block 2 is block 2 of the request's table from step 99 on; it was block 1 of it before the"
     )
@@ -183,8 +183,8 @@ def test_kv_of_another_request_was_saved_from_a_block_that_had_changed_hands() -
     run = trace(*mine, pos=4, origin=("x", 5), found="other_request")
     assert tell(run, run[-1]) is None, "not the same place of the block"
     run = trace(*mine, pos=5, origin=("x", 5), found="other_request")
-    req, text, side = tell(run, run[-1]) or Story("", "")
-    assert (req, side) == ("a", "save")
+    req, text, side, step = tell(run, run[-1]) or Story("", "")
+    assert (req, side, step) == ("a", "save", 4)
     assert text.startswith(
         "block 2 was block 1 of request a up to its preemption in step 4,"
         " and belongs to request x from step 6 on"

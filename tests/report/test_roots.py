@@ -44,6 +44,43 @@ def test_a_save_explains_the_load_that_shows_it_although_the_load_came_first() -
     assert shape(roots(rows)) == [("save.owned", ["load.position"], [])]
 
 
+def told(requirement: str, case: str, side: str, outdated: tuple[str, int] | None) -> Row:
+    """A failure whose bytes the block tables explain."""
+    found = row(requirement, case, cause=f"{requirement} told")
+    found.side = "load" if side == "load" else "save"
+    found.outdated = outdated
+    return found
+
+
+def test_a_save_by_the_table_that_a_load_tells_of_is_its_consequence() -> None:
+    """One mistake, the table from before a preemption, and the load says more about it."""
+    save = told("save.owned", "c", "save", ("a", 5))
+    loads = [told("load.position", case, "load", ("a", 5)) for case in ("c", "d")]
+    assert shape(roots([save, *loads])) == [("load.position", ["save.owned"], [])]
+    save.outdated = ("a", 9)
+    assert len(roots([save, *loads])) == 2, "another preemption, so perhaps another mistake"
+    save.outdated = None
+    assert len(roots([save, *loads])) == 2, "no table tells of the save"
+
+
+def test_a_load_of_which_the_bytes_are_explained_explains_what_it_left_out() -> None:
+    first = row("load.complete-or-failed", event=3)
+    first.step, first.req = 13, "b"
+    second = told("load.position", "c", "load", ("b", 11))
+    second.step, second.req, second.event = 13, "b", 4
+    assert shape(roots([first, second])) == [("load.position", ["load.complete-or-failed"], [])]
+    first.req = "x"
+    assert len(roots([first, second])) == 2, "another load"
+
+
+def test_of_wrong_saves_and_loads_the_explained_one_comes_first() -> None:
+    plain = row("save.confirmed")
+    explained = told("load.position", "other", "load", ("b", 11))
+    assert [root.row for root in roots([plain, explained])] == [explained, plain]
+    early = row("hook.no-raise", "third")
+    assert roots([plain, explained, early])[0].row is early
+
+
 def test_a_load_that_also_fails_elsewhere_is_a_root_cause_of_its_own() -> None:
     rows = [row("load.position"), row("load.position", "other"), row("save.owned")]
     assert shape(roots(rows)) == [("save.owned", [], []), ("load.position", [], [])]

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -16,11 +21,16 @@ import pytest
 from pydantic import TypeAdapter
 
 import program_rig
+from kvconform import cli
+from kvconform.config.settings import load
+from kvconform.errors import EnvironmentProblem
 from kvconform.judge.records import Verdict
 from kvconform.report.jsonl import ReportLine
 from kvconform.report.summary import Summary
+from kvconform.session import launch
 from program_rig import FAKE, GUARANTEE, MUST, SPEC, Result
 
+REPORTS = "kvconform-report"
 CASES = [
     case.id for case in SPEC.cases.values() if len(case.variants(["reference"], ["sync"])) == 1
 ][:4]
@@ -43,7 +53,7 @@ def kvconform(
     command += ["-k", ",".join(CASES[:2] if cases is None else cases)] if cases != [] else []
     others = {"PYTEST_ADDOPTS": "--no-such-option"}  # the settings of others do not matter
     done = program_rig.kvconform(*command, *arguments, cwd=tmp_path, env=FAKE | others)
-    return Result(done, tmp_path / "kvconform-report")
+    return Result(done, tmp_path / REPORTS)
 
 
 def test_conformant(tmp_path: Path) -> None:
@@ -277,14 +287,79 @@ def test_set_up_fails(tmp_path: Path) -> None:
         == "kvconform: set-up command `echo no server; exit 4` failed with status 4: no server\n"
     )
     assert (tmp_path / "log").read_text() == "up\ndown\n"
+    assert (result.summary["verdict"], result.summary["extra"]["exit_code"]) == ("error", 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_run_starts_leaves_a_summary(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Exit status, summary and last line agree, and nothing is left of an earlier verdict."""
+    assert kvconform(tmp_path, "json:Fake", orders={}).code == 0
+    (tmp_path / "kvconform.toml").write_text('setup = ["echo up >> log; sleep 60"]\n')
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvconform", "run", "json:Fake", "-k", CASES[0]],
+        cwd=tmp_path,
+        env={**os.environ, **FAKE},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    while not (tmp_path / "log").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    result = Result(subprocess.CompletedProcess([], process.returncode), tmp_path / REPORTS)
+    assert (process.returncode, err) == (3, "kvconform: interrupted\n")
+    assert (result.summary["verdict"], result.summary["extra"]["exit_code"]) == ("error", 3)
+    assert "interrupted" in result.summary["extra"]["reasons"]
+    assert result.lines[-1]["verdict"] == "error"
+
+
+def test_a_signal_before_pytest_has_a_session_leaves_a_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVCONFORM_RUNNER", FAKE["KVCONFORM_RUNNER"])
+    monkeypatch.setattr(pytest, "main", interrupted)
+    folder = tmp_path / REPORTS
+    with pytest.raises(EnvironmentProblem, match="interrupted"):
+        launch.run(load({"connector": "json:Fake", "report_dir": str(folder)}))
+    found = Result(subprocess.CompletedProcess([], 3), folder).summary
+    assert (found["verdict"], found["extra"]["exit_code"]) == ("error", 3)
+
+
+def test_ctrl_c_outside_of_a_run_is_an_interruption(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The option parser calls it status 130 and says nothing."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvconform.commands.show", interrupted)
+    with pytest.raises(SystemExit) as done:
+        cli.main(["list"])
+    assert (done.value.code, capsys.readouterr().err) == (3, "kvconform: interrupted\n")
+
+
+def test_a_run_begins_without_the_verdict_of_an_earlier_one(tmp_path: Path) -> None:
+    """A run that is killed leaves a report without a verdict, and no file with another one."""
+    assert kvconform(tmp_path, "json:Fake", orders={}).code == 0
+    text = f'setup = ["ls {REPORTS} > seen"]\n'
+    (tmp_path / "kvconform.toml").write_text(text)
+    assert kvconform(tmp_path, "json:Fake", orders={}).code == 0
+    assert set((tmp_path / "seen").read_text().split()) == {"logs", "report.jsonl"}
 
 
 def test_a_report_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder, why in (("file/x", "Not a directory"), ("file", "it is a file, not a directory")):
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder in ("file/x", "file"):
         result = kvconform(tmp_path, "json:Fake", "--report-dir", folder, orders={})
         assert result.code == 2
-        assert (
-            result.err.startswith("kvconform: the report cannot be written to ")
-            and f": {why} (--report-dir)" in result.err
-        )
+        assert f"/{folder}: {file} is not a directory; name another folder\n" in result.err

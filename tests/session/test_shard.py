@@ -129,6 +129,9 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     judge(tmp_path, "s2", "--full", "--shard", "2/2", cases=CASES[:2])
     judge(tmp_path, "whole", cases=CASES[:2])
     assert program(tmp_path, "joint", "merge", "s1", "s2").code == 0
+    (tmp_path / "file").write_text("")
+    nowhere = program(tmp_path, "file/joint", "merge", "s1", "s2")
+    assert nowhere.code == 2 and "file is not a directory; name another" in nowhere.err
 
     def refused(*folders: str, out: str = "no") -> str:
         done = program(tmp_path, out, "merge", *folders)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import warm_rig
 from kvconform.config.settings import Settings
 from kvconform.errors import UsageError
-from kvconform.watch.sources import source_of
+from kvconform.watch.sources import Changes, Source, source_of
 from warm_rig import RIGHT, RUN, WRONG
 
 
@@ -29,6 +30,8 @@ def test_watching() -> None:
             env={**os.environ, **project.environment, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"},
             stdout=subprocess.PIPE,
             text=True,
+            # A shell that runs this in the background has it ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         lines: list[str] = []
         assert process.stdout is not None
@@ -70,15 +73,23 @@ def test_watching() -> None:
 
 
 def interrupted(process: subprocess.Popen[str]) -> int:
-    """Press Ctrl-C, again where a busy machine has lost it, and return the exit code."""
-    for _ in range(3):
-        process.send_signal(signal.SIGINT)
-        try:
-            return process.wait(30)
-        except subprocess.TimeoutExpired:
-            continue
-    process.kill()
-    return process.wait(30)
+    """Press Ctrl-C, and return the exit code."""
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.wait(120)
+    finally:
+        process.kill()
+
+
+def test_a_signal_just_before_waiting_for_changes_ends_the_wait(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with Changes(Source(tmp_path, deep=False)) as changes:
+            assert select.select([changes], [], [], 0)[0] == []
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert select.select([changes], [], [], 10)[0] == [changes]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_where_the_source_of_a_connector_lies(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import typer
 from kvconform.contract.loader import load_spec
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.report.ci import formats
+from kvconform.report.ci.address import artefact, run_page
 from kvconform.report.ci.annotation import annotated
+from kvconform.report.ci.formats import Place, markdown
 from kvconform.report.ci.formats import command as workflow_command
-from kvconform.report.ci.formats import markdown
 from kvconform.report.collector import EXIT_CODES
 from kvconform.report.compare.changes import compare
 from kvconform.report.jsonl import Report, read
@@ -76,18 +77,19 @@ def command(
     if policy == "new" and baseline is None:
         raise UsageError("--fail-on new needs --baseline REPORT to compare with")
     report = read(report_dir)
+    folder = report.path.parent
     comparison = compare(read(baseline), report) if baseline is not None else None
     new = comparison.added if comparison is not None else None
     found = annotated(report, load_spec(), new if policy == "new" else None)
+    place = _place(format_, folder)
     try:
         if format_ == "github":
             for one in found:
-                typer.echo(workflow_command(one))
+                typer.echo(workflow_command(one, place))
         elif format_ == "gitlab":
-            place = Path(report_dir)
-            folder = place if place.is_dir() else place.parent
-            (folder / formats.NAME).write_text(formats.code_quality(found), encoding="utf-8")
-        text = markdown(report, found, comparison)
+            quality = formats.code_quality(found, place)
+            (folder / formats.NAME).write_text(quality, encoding="utf-8")
+        text = markdown(report, found, comparison, place)
         page = os.environ.get("GITHUB_STEP_SUMMARY") if format_ == "github" else None
         if page:
             with Path(page).open("a", encoding="utf-8") as file:
@@ -97,6 +99,15 @@ def command(
     except OSError as error:
         raise EnvironmentProblem(f"{error.filename} cannot be written: {error.strerror}") from None
     raise typer.Exit(exit_code(report, policy, new))
+
+
+def _place(format_: str, folder: Path) -> Place:
+    """Return where the reader of this format finds the report in `folder`."""
+    if format_ == "github" and (page := run_page(os.environ)):
+        return Place(archive=page)
+    if format_ == "gitlab" and (address := artefact(os.environ, folder)):
+        return Place(folder=address)
+    return Place(folder=str(folder))
 
 
 def _format() -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from kvconform.judge.aggregate import WORST_FIRST
 from kvconform.report import pages
@@ -25,20 +26,42 @@ NAME = "gl-code-quality-report.json"
 SIGN = {"conformant": "✅", "partial": "🟡", "nonconformant": "❌"}
 
 
-def command(one: Annotation) -> str:
+class Place(NamedTuple):
+    """Where a reader finds report.html: in a folder (a path or a URL), or the archive of a page."""
+
+    folder: str = ""
+    archive: str = ""
+
+    def of(self, link: str) -> str:
+        """Return the place of a failure's section, which `link` names."""
+        if self.archive:
+            return f"{link} in the artefacts of {self.archive}"
+        return f"{self.folder}/{link}" if self.folder else link
+
+
+def command(one: Annotation, place: Place) -> str:
     """Return `::error file=...,line=...,title=...::message`, escaped for GitHub's runner."""
     runs = "run" if one.others == 1 else "runs"
     more = f" (and in {one.others} more {runs})" if one.others else ""
-    place = f"file={_property(one.path)},line={one.line}," if one.path else ""
+    source = f"file={_property(one.path)},line={one.line}," if one.path else ""
     title = _property(f"kvconform: {one.requirement}")
-    section = _see(one)
+    section = _see(one, place)
     message = f"{one.message}{more}: {one.run}"[: LONGEST - len(section)] + section
-    return f"::error {place}title={title}::{_data(message)}"
+    return f"::error {source}title={title}::{_data(message)}"
 
 
-def _see(one: Annotation) -> str:
+def _see(one: Annotation, place: Place) -> str:
     """Return the end of a message: where report.html has the failure."""
-    return f" ({one.link})" if one.link else ""
+    return f" ({place.of(one.link)})" if one.link else ""
+
+
+def _of_report(place: Place) -> str:
+    """Return a sentence about where report.html is."""
+    if place.archive:
+        return f"report.html is in the artefacts of [this run]({place.archive})."
+    if "://" in place.folder:
+        return f"The failures are in [report.html]({place.folder}/report.html)."
+    return f"report.html is in {pages.code(place.folder)}."
 
 
 def _data(text: str) -> str:
@@ -51,7 +74,7 @@ def _property(text: str | None) -> str:
     return _data(text or "").replace(":", "%3A").replace(",", "%2C")
 
 
-def code_quality(found: Iterable[Annotation]) -> str:
+def code_quality(found: Iterable[Annotation], place: Place) -> str:
     """Return the text of GitLab's Code Quality report.
 
     GitLab requires a path: a failure without a place in the connector's source is shown at
@@ -59,7 +82,7 @@ def code_quality(found: Iterable[Annotation]) -> str:
     """
     entries = [
         {
-            "description": f"{one.requirement}: {one.message} ({one.run}){_see(one)}",
+            "description": f"{one.requirement}: {one.message} ({one.run}){_see(one, place)}",
             "check_name": f"kvconform/{one.requirement}",
             "fingerprint": one.fingerprint,
             "severity": "critical",
@@ -73,7 +96,9 @@ def code_quality(found: Iterable[Annotation]) -> str:
     return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
 
 
-def markdown(report: Report, found: Sequence[Annotation], comparison: Comparison | None) -> str:
+def markdown(
+    report: Report, found: Sequence[Annotation], comparison: Comparison | None, report_is: Place
+) -> str:
     """Return the verdict, the failures with their places, the counts, and the comparison."""
     verdict = report.verdict or "error"
     lines = [f"## {SIGN.get(verdict, '⚠️')} {report.word}: {pages.plain(report.name)}", ""]
@@ -90,6 +115,8 @@ def markdown(report: Report, found: Sequence[Annotation], comparison: Comparison
                 f"| {pages.code(one.requirement)} | {pages.plain(one.message)} | {where} |"
             )
         lines.append("")
+    if any(one.link for one in found):
+        lines += [_of_report(report_is), ""]
     counts = Counter(row.verdict for row in report.rows.values())
     numbers = [
         f"{counts[name]} {name.lower().replace('_', ' ')}" for name in WORST_FIRST if counts[name]

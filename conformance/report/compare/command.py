@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,8 @@ from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.report.compare import changes
 from kvconform.report.compare.changes import Comparison, compare
 from kvconform.report.jsonl import read
+from kvconform.report.layout import wrapped
+from kvconform.words import many
 
 STYLE = {
     "fails now": "bold red",
@@ -85,37 +88,38 @@ def command(
 
 
 def show(console: Console, comparison: Comparison) -> None:
-    """Print one comparison."""
+    """Print one comparison. Its lines are not wrapped, so that no path or id is broken."""
+    say = functools.partial(console.print, soft_wrap=True)
     old = comparison.old
     new = comparison.new
-    console.print(f"[bold]{escape(old.name)}[/] ({escape(str(old.path))})")
-    console.print(f"  → [bold]{escape(new.name)}[/] ({escape(str(new.path))})")
+    say(f"[bold]{escape(old.name)}[/] ({escape(str(old.path))})")
+    say(f"  → [bold]{escape(new.name)}[/] ({escape(str(new.path))})")
     for report, what in (
         (old, "failures of runs that it lacks count as new"),
         (new, "runs that it lacks are not compared"),
     ):
         if not report.complete:
-            console.print(f"[yellow]warning[/]     {escape(str(report.path))} was cut off: {what}")
-    console.print(f"verdict     {old.word} → {new.word}")
+            say(f"[yellow]warning[/]     {escape(str(report.path))} was cut off: {what}")
+    say(f"verdict     {old.word} → {new.word}")
     for name, was, now in comparison.settings:
-        console.print(f"differs     {escape(name)}: {escape(was)} → {escape(now)}")
+        say(f"differs     {escape(name)}: {escape(was)} → {escape(now)}")
     for words, runs in (("only before", comparison.only_old), ("only now", comparison.only_new)):
         if runs:
-            number = f"{len(runs)} run{'' if len(runs) == 1 else 's'}"
-            console.print(f"{words:<11} {number}, first {escape(runs[0])}")
+            say(f"{words:<11} {many(len(runs), 'run')}, first {escape(runs[0])}")
     if not comparison.flips:
-        console.print("no verdict changed")
+        say("no verdict changed")
     for flip in comparison.flips:
         style = STYLE.get(flip.kind, "dim") if flip.counts else "dim"
         excused = "" if flip.counts else " (does not count)"
         change = f"{flip.was} → {flip.now}".lower().replace("_", " ")
-        console.print(
+        say(
             f"[{style}]{flip.kind}[/]{excused}  [bold]{escape(flip.requirement)}[/]"
-            f"  {change} in {len(flip.runs)} runs"
+            f"  {change} in {many(len(flip.runs), 'run')}"
         )
         if flip.message and flip.kind in STYLE:
-            console.print(f"    {escape(' '.join(flip.message.split()))}", style="dim")
+            for line in wrapped(flip.message, console.width, "    ", "    "):
+                say(escape(line), style="dim")
         if flip.kind in STYLE:
             more = f" and {len(flip.runs) - NAMED} more" if len(flip.runs) > NAMED else ""
-            console.print(f"    {escape(', '.join(flip.runs[:NAMED]))}{more}", style="dim")
-    console.print()
+            say(f"    {escape(', '.join(flip.runs[:NAMED]))}{more}", style="dim")
+    say()

@@ -17,7 +17,7 @@ import reports_rig
 from kvconform.cli import app
 from kvconform.errors import UsageError
 from kvconform.report.ci.annotation import Annotation, in_checkout, places_of
-from kvconform.report.ci.formats import LONGEST, NAME, command
+from kvconform.report.ci.formats import LONGEST, NAME, Place, command
 from reports_rig import HEADER, row
 
 PLACES = {
@@ -25,6 +25,12 @@ PLACES = {
     "get_finished": "pkg/conn.py:40",
     "start_load_kv": "pkg/conn.py:20",
 }
+RUN = {
+    "GITHUB_SERVER_URL": "https://github.example",
+    "GITHUB_REPOSITORY": "owner/name",
+    "GITHUB_RUN_ID": "12",
+}
+RUN_PAGE = "https://github.example/owner/name/actions/runs/12"
 RAISED: dict[str, Any] = {
     "message": "start_load_kv raised KeyError: 100%, 'a'\nand more",
     "check": "`e.error is None` is false",
@@ -57,6 +63,8 @@ def report(
 def test_annotations_are_where_the_hook_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summary = tmp_path / "summary.md"
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    for name, value in RUN.items():
+        monkeypatch.setenv(name, value)
     folder = report(
         tmp_path / "report",
         row("hook.no-raise", "FAIL", **RAISED),
@@ -71,7 +79,8 @@ def test_annotations_are_where_the_hook_is(tmp_path: Path, monkeypatch: pytest.M
     assert lines[0] == (
         "::error file=pkg/conn.py,line=20,title=kvconform%3A hook.no-raise::start_load_kv "
         "raised KeyError: 100%25, 'a'%0Aand more "
-        "(and in 1 more run): a.case[vllm-sync-v1-d1-b4] (report.html#hook.no-raise-2)"
+        "(and in 1 more run): a.case[vllm-sync-v1-d1-b4] (report.html#hook.no-raise-2"
+        f" in the artefacts of {RUN_PAGE})"
     )
     assert lines[1].startswith(
         "::error file=pkg/conn.py,line=40,title=kvconform%3A send.released"
@@ -165,6 +174,34 @@ def test_each_failure_has_its_link_in_every_format(tmp_path: Path) -> None:
     assert "report.html" not in CliRunner().invoke(app, ["ci", cut, "--format", "github"]).output
 
 
+def test_links_lead_to_where_the_ci_system_has_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GitHub's artefacts have no addresses of their own; GitLab's have; else it is a path."""
+    for name in ("CI_JOB_URL", "CI_PROJECT_DIR", "GITHUB_STEP_SUMMARY", *RUN):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "out").mkdir()
+    folder = Path(report(tmp_path / "out" / "r", row("a.rule", "FAIL", message="bad")))
+    link = "report.html#a.rule-1"
+
+    def said(form: str) -> str:
+        return CliRunner().invoke(app, ["ci", str(folder), "--format", form]).output
+
+    assert f"({folder}/{link})" in said("github")
+    assert f"report.html is in `{folder}`." in said("plain")
+    for name, value in RUN.items():
+        monkeypatch.setenv(name, value)
+    assert f"({link} in the artefacts of {RUN_PAGE})" in said("github")
+    assert f"report.html is in the artefacts of [this run]({RUN_PAGE})." in said("github")
+    monkeypatch.setenv("CI_JOB_URL", "https://gitlab.example/o/r/-/jobs/7")
+    monkeypatch.setenv("CI_PROJECT_DIR", str(tmp_path))
+    address = "https://gitlab.example/o/r/-/jobs/7/artifacts/file/out/r"
+    assert f"[report.html]({address}/report.html)" in said("gitlab")
+    assert f"({address}/{link})" in quality(str(folder))[0]["description"]
+    monkeypatch.setenv("CI_PROJECT_DIR", str(tmp_path / "elsewhere"))
+    assert f"({folder}/{link})" in quality(str(folder))[0]["description"]
+
+
 def test_without_a_known_place_the_failure_is_told_all_the_same(tmp_path: Path) -> None:
     done = CliRunner().invoke(
         app,
@@ -230,8 +267,8 @@ def test_the_ci_system_is_recognised(
 def test_a_workflow_command_is_one_short_line() -> None:
     words = "one\r\ntwo " + "x" * 2 * LONGEST
     long = Annotation("a.rule", "a,b:c.py", 3, words, "a.run", 0, "one", "report.html#a.rule-1")
-    text = command(long)
-    assert text.endswith("xx (report.html#a.rule-1)"), "the link is never cut off"
+    text = command(long, Place("reports"))
+    assert text.endswith("xx (reports/report.html#a.rule-1)"), "the link is never cut off"
     assert (
         text.startswith(
             "::error file=a%2Cb%3Ac.py,line=3,title=kvconform%3A a.rule::one%0D%0Atwo x"

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvconform.cli import app
@@ -14,6 +16,7 @@ from kvconform.errors import UsageError
 from kvconform.report import pages
 from kvconform.report.compare import changes
 from kvconform.report.compare.changes import compare, kind_of
+from kvconform.report.compare.command import show
 from kvconform.report.jsonl import read
 from reports_rig import HEADER, report, row
 
@@ -290,6 +293,21 @@ def test_a_later_report_that_says_nothing_is_no_success(tmp_path: Path, later: s
     done = CliRunner().invoke(app, ["compare", old, str(new)])
     assert done.exit_code == 3
     assert later == "error" or "was cut off" in done.output
+
+
+@pytest.mark.parametrize("width", range(25, 120, 9))
+def test_paths_and_what_is_said_about_them_are_not_broken(tmp_path: Path, width: int) -> None:
+    folder = tmp_path / "a-name-that-is-long" / "and-another-one"
+    folder.mkdir(parents=True)
+    old = read(report(folder / "old", row("a.rule", "PASS"), answer=None))
+    new = read(report(folder / "new", row("a.rule", "FAIL", message="bad " * 40)))
+    said = io.StringIO()
+    show(Console(file=said, width=width), compare(old, new))
+    assert f"({old.path})" in said.getvalue() and f"({new.path})" in said.getvalue()
+    assert f"{old.path} was cut off: failures of runs that it lacks" in said.getvalue()
+    assert "fails now  a.rule  pass → fail in 1 run\n" in said.getvalue()
+    longest = max(len(line) for line in said.getvalue().splitlines() if "bad" in line)
+    assert longest <= width
 
 
 def test_a_run_with_slow_streams_is_another_one(tmp_path: Path) -> None:

@@ -34,8 +34,10 @@ MESSAGE = "wrong <script>alert(1)</script> & bytes"
 CHECK = "`e.x == 1` is false: e.x=2"
 
 
-def html(tmp_path: Path, *, fails: bool, verdict: Verdict = Verdict.FAIL) -> str:
-    """A report about one requirement in one run."""
+def html(
+    tmp_path: Path, *, fails: bool, verdict: Verdict = Verdict.FAIL, counts: bool = True
+) -> str:
+    """A report about one requirement in one run. `counts`: against the connector."""
     settings = Settings(
         connector="pkg:Conn", engine="reference", scheduling="sync", select=[CASE.id]
     )
@@ -43,6 +45,7 @@ def html(tmp_path: Path, *, fails: bool, verdict: Verdict = Verdict.FAIL) -> str
     (variant,) = collector.selection.variants
     rows = rows_for([SPEC.requirements[MUST]], variant, Verdict.PASS, "", strict=False)
     rows[0].exercised, rows[0].message = 1, None
+    rows[0].gating = counts
     if fails:
         rows[0].verdict, rows[0].step, rows[0].event = verdict, 3, 0
         rows[0].message, rows[0].check = MESSAGE, CHECK
@@ -144,6 +147,14 @@ def test_the_numbers_at_the_top_add_up(tmp_path: Path) -> None:
     total, _, rest = line.partition(": ")
     numbers = [int(number) for number in re.findall(r"(\d+) [a-z]", rest)]
     assert int(total.split()[0]) == sum(numbers) == 1
+
+
+def test_no_comma_before_what_does_not_count(tmp_path: Path) -> None:
+    """The stylesheet puts a comma behind each count but the last child."""
+    text = html(tmp_path, fails=True, counts=False)
+    counts, _, rest = text[text.index('<p class="counts">') :].partition("(of those that fail, 1")
+    assert rest.startswith(" recommended only)")
+    assert counts.endswith('1 fail</span></span> <span class="quiet">')
 
 
 def test_what_a_connector_says_is_text_and_not_markup(tmp_path: Path) -> None:

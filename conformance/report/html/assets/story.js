@@ -97,8 +97,9 @@ class Story {
 }
 
 function described(cell) {
-  const words = { local: "found in the local prefix cache", loaded: "loaded by the connector", computed: "computed", placeholder: "placeholders", accepted: "drafts accepted", rejected: "drafts rejected", draft: "drafts" };
-  return cell.shown.map(([n, name]) => n + " " + words[name]).join(", ") || "nothing";
+  const words = { local: "found in the local prefix cache", loaded: "loaded by the connector", computed: "computed", placeholder: "placeholder", accepted: "draft accepted", rejected: "draft rejected", draft: "draft" };
+  const plurals = { placeholder: "placeholders", accepted: "drafts accepted", rejected: "drafts rejected", draft: "drafts" };
+  return cell.shown.map(([n, name]) => n + " " + (n === 1 ? words[name] : plurals[name] || words[name])).join(", ") || "nothing";
 }
 
 // Numbers as ranges: 3-7 12.
