@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from kvconform.refimpl.paging import Share
 
@@ -17,7 +17,7 @@ class Options:
     """The options of one connector."""
 
     store: str
-    """A directory, or `memory:NAME`. Default: memory, named after the engine."""
+    """A directory, or a URL (`refimpl/cache/urls.py`). Default: memory, named after the engine."""
     chunk_tokens: int
     """Tokens per chunk; need not be a multiple of the block size. Default: one block."""
     load: str = "sync"
@@ -36,7 +36,7 @@ class Options:
     """Claim whole blocks only."""
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig) -> Options:
+    def of(cls, vllm_config: VllmConfig) -> Self:
         """Return the options in a configuration.
 
         ValueError for an unknown option or an impossible value.

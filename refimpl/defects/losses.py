@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvconform.refimpl.cache.chunks import EPOCH
+from kvconform.refimpl.cache.seal import seal
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.plan import Load
-from kvconform.refimpl.store import DirectoryStore
 
 
 class TogglesEpoch(ReferenceConnector):
@@ -16,8 +17,7 @@ class TogglesEpoch(ReferenceConnector):
     def reset_cache(self) -> bool | None:
         result = super().reset_cache()
         store = self._store
-        assert isinstance(store, DirectoryStore)
-        store._write(store._epoch, str(store.epoch() % 2).encode())
+        store.backend.set(EPOCH, seal(EPOCH, str(store.epoch() % 2).encode()))
         return result
 
 
