@@ -67,7 +67,9 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         self._may_save = self._kv_transfer_config.is_kv_producer
         self._may_load = self._kv_transfer_config.is_kv_consumer
         parallel = vllm_config.parallel_config
-        self._store = open_store(self.options.store, parallel.rank, parallel.world_size)
+        self._store = open_store(
+            self.options.store, parallel.rank, parallel.world_size, self.options.patience
+        )
         self._root = root_key(vllm_config)
 
         # Scheduler half.

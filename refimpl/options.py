@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from kvconform.refimpl.cache.patience import PATIENCE
 from kvconform.refimpl.paging import Share
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Options:
     """Polls until an asynchronous load is done."""
     save_delay: int = 1
     """Polls until an asynchronous save is done."""
+    patience: float = PATIENCE
+    """Seconds until a call of the store's server fails, and for which it is then not called."""
     whole_blocks: bool = True
     """Claim whole blocks only."""
 

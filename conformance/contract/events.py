@@ -572,11 +572,11 @@ _kind(
     "load.due",
     "kv",
     "req:str generation:int transfer:str? granted:int missing:list wrong:list "
-    "reported_failed:bool promised:bool undisturbed:bool is_async:bool local:int by_group:list early_reads:list",
+    "reported_failed:bool promised:bool undisturbed:bool is_async:bool local:int by_group:list "
+    "early_reads:list",
     "The engine is about to rely on a grant. promised = the connector has declared that it keeps "
-    "this content, has found it, and nothing in the case makes a load fail. undisturbed = nothing in "
-    "the case takes away what is stored. by_group = those of "
-    "several groups that lack something: number, tokens per block, positions, block table. "
+    "this content, has found it, and nothing in the case makes a load fail. undisturbed = nothing "
+    "in the case takes away what is stored. by_group = those of several groups that lack something: number, tokens per block, positions, block table. "
     "early_reads = where work on other streams was queued that read too early, so far.",
 )
 _kind(
@@ -605,8 +605,8 @@ _kind(
     "cache.lookup",
     "cache",
     "req:str local:int tokens:int? usable:int room:bool cached:list",
-    "What the levels of the cache had at a lookup: cached = tokens from the request's start, of the "
-    "first level, the first two, and so on; usable = those of all, in whole blocks, without the "
+    "What the levels of the cache had at a lookup: cached = tokens from the request's start, of "
+    "the first level, the first two, and so on; usable = those of all, in whole blocks, without the "
     "last token; room = the first level could take more.",
 )
 _kind(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches the cache behind a connector, if its Inspector shows it.
 
-Such an Inspector has two methods more (docs/guide-connector-authors.md): `cache()` returns the state
-of the levels, and `cached(request)` what they have of a request.
+Such an Inspector has two methods more (docs/guide-connector-authors.md): `cache()` returns the
+state of the levels, and `cached(request)` what they have of a request.
 """
 
 from __future__ import annotations

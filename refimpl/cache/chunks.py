@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from kvconform.refimpl.cache.backend import Backend, StoreError
+from kvconform.refimpl.cache.patience import PATIENCE
 from kvconform.refimpl.cache.seal import packed, seal, unpacked, unseal
 from kvconform.refimpl.cache.urls import open_backend
 
@@ -167,6 +168,6 @@ class ChunkStore:
         return f"{VALUES}{epoch}/{key}/{rank}"
 
 
-def open_store(url: str, rank: int = 0, world: int = 1) -> ChunkStore:
-    """Open the store at a URL or in a directory, as one of `world` ranks."""
-    return ChunkStore(open_backend(url), rank, world)
+def open_store(url: str, rank: int = 0, world: int = 1, patience: float = PATIENCE) -> ChunkStore:
+    """Open the store at a URL or in a directory, as one of `world` ranks (see open_backend)."""
+    return ChunkStore(open_backend(url, patience), rank, world)

@@ -12,7 +12,7 @@ from kvconform.refimpl.cache.backend import Backend, StoreError
 T = TypeVar("T")
 
 PATIENCE = 1.0
-"""Time-out of a call, and the pause of all calls after a failed one, in seconds."""
+"""Default time-out of a call, and pause of all calls after a failed one, in seconds."""
 
 
 class Patient:
@@ -24,9 +24,10 @@ class Patient:
     silent: ClassVar[dict[str, float]] = {}
     """Until when a server is not called, by its name."""
 
-    def __init__(self, backend: Backend, server: str) -> None:
+    def __init__(self, backend: Backend, server: str, patience: float = PATIENCE) -> None:
         self._backend = backend
         self._server = server
+        self._patience = patience
 
     @property
     def is_silent(self) -> bool:
@@ -39,7 +40,7 @@ class Patient:
         try:
             return call()
         except StoreError:
-            self.silent[self._server] = time.monotonic() + PATIENCE
+            self.silent[self._server] = time.monotonic() + self._patience
             raise
 
     def exists(self, key: str) -> bool:

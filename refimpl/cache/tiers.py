@@ -43,9 +43,14 @@ class Level:
 
     def adopt(self, prefix: str) -> None:
         """Take over the values that the back end has already: those of an earlier process."""
+        for key in sorted(self.stored(prefix)):
+            self.entries.used(key)
+
+    def stored(self, prefix: str = "") -> list[str]:
+        """Return the keys in the back end; none if it fails."""
         with suppress(StoreError):
-            for key in sorted(self.backend.list(prefix)):
-                self.entries.used(key)
+            return [*self.backend.list(prefix)]
+        return []
 
     def exists(self, key: str) -> bool:
         with suppress(StoreError):
@@ -179,8 +184,7 @@ class Tiers:
     def list(self, prefix: str = "") -> Iterator[str]:
         found: dict[str, None] = {}
         for level in self.levels:
-            with suppress(StoreError):
-                found |= dict.fromkeys(level.backend.list(prefix))
+            found |= dict.fromkeys(level.stored(prefix))
         return iter(found)
 
     def delete(self, key: str) -> None:
@@ -203,7 +207,7 @@ class Tiers:
         lowest = self.levels[-1]
         with self._lock, suppress(StoreError):
             for level in self.levels[:-1]:
-                for key in level.backend.list():
+                for key in level.stored():
                     if lowest.has_room(key) and not lowest.exists(key):
                         lowest.set(key, level.get(key) or b"")
 

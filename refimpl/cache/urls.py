@@ -22,9 +22,10 @@ SERVERS = {
 """Back ends that are servers, by the scheme of their URLs."""
 
 
-def open_backend(url: str) -> Backend:
+def open_backend(url: str, patience: float = PATIENCE) -> Backend:
     """Open `memory:NAME`, `file:PATH`, a path, or the URL of a server.
 
+    `patience`: seconds until a call of a server fails, and for which it is then not called.
     ValueError for another scheme. MissingPackage if the back end needs a package that is missing.
     """
     scheme, colon, rest = url.partition(":")
@@ -33,7 +34,7 @@ def open_backend(url: str) -> Backend:
     if scheme == "file":
         return FileBackend(rest.removeprefix("//"))
     if scheme in SERVERS:
-        return Patient(SERVERS[scheme](url, PATIENCE), server_of(url))
+        return Patient(SERVERS[scheme](url, patience), server_of(url), patience)
     if colon and "://" in url:
         known = ", ".join(["memory", "file", *SERVERS])
         raise ValueError(f"unknown store {scheme}://; the known schemes are {known}")

@@ -49,14 +49,16 @@ class Cache:
 
     opened: ClassVar[dict[str, Cache]] = {}
 
-    def __init__(self, options: TierOptions, world: int) -> None:
-        self.holds = Holds()
+    def __init__(
+        self, options: TierOptions, world: int, tiers: type[Tiers], holds: type[Holds]
+    ) -> None:
+        self.holds = holds()
         levels = [*options.tiers, {"url": options.store, "chunks": options.store_chunks}]
-        self.tiers = Tiers(
+        self.tiers = tiers(
             [
                 Level(
                     f"level {number}",
-                    open_backend(level["url"]),
+                    open_backend(level["url"], options.patience),
                     None if level["chunks"] is None else level["chunks"] * world,
                     EVICTORS[options.evict](),
                 )
@@ -74,11 +76,11 @@ class Cache:
         return found
 
     @classmethod
-    def of(cls, options: TierOptions, world: int) -> Cache:
+    def of(cls, options: TierOptions, world: int, tiers: type[Tiers], holds: type[Holds]) -> Cache:
         """Return the cache with these options, opening it the first time."""
-        key = f"{cls.__name__} {world} {options}"
+        key = f"{tiers.__name__} {holds.__name__} {world} {options}"
         if key not in cls.opened:
-            cls.opened[key] = cls(options, world)
+            cls.opened[key] = cls(options, world, tiers, holds)
         return cls.opened[key]
 
 
@@ -90,7 +92,8 @@ class Tiered(ReferenceConnector):
 
     options: TierOptions
     options_kind = TierOptions
-    cache_kind: ClassVar[type[Cache]] = Cache
+    tiers_kind: ClassVar[type[Tiers]] = Tiers
+    holds_kind: ClassVar[type[Holds]] = Holds
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -98,7 +101,7 @@ class Tiered(ReferenceConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         parallel = vllm_config.parallel_config
         self._world = parallel.world_size
-        self._cache = self.cache_kind.of(self.options, self._world)
+        self._cache = Cache.of(self.options, self._world, self.tiers_kind, self.holds_kind)
         tiers = self._cache.tiers
         durable = tiers.levels[-1].backend
         self._store = ChunkStore(tiers, parallel.rank, self._world, durable)
@@ -215,7 +218,7 @@ class CacheInspector(Inspector):
         cache = self._connector._cache
         levels = []
         for level in cache.tiers.levels:
-            keys = list(level.backend.list(VALUES))
+            keys = level.stored(VALUES)
             held = sum(chunk_of(key) in cache.holds for key in keys)
             levels.append(
                 {"name": level.name, "entries": len(keys), "bound": level.bound, "held": held}
