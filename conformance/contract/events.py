@@ -576,7 +576,8 @@ _kind(
     "early_reads:list",
     "The engine is about to rely on a grant. promised = the connector has declared that it keeps "
     "this content, has found it, and nothing in the case makes a load fail. undisturbed = nothing "
-    "in the case takes away what is stored. by_group = those of several groups that lack something: number, tokens per block, positions, block table. "
+    "in the case takes away what is stored. by_group = those of several "
+    "groups that lack something: number, tokens per block, positions, block table. "
     "early_reads = where work on other streams was queued that read too early, so far.",
 )
 _kind(
@@ -606,8 +607,8 @@ _kind(
     "cache",
     "req:str local:int tokens:int? usable:int room:bool cached:list",
     "What the levels of the cache had at a lookup: cached = tokens from the request's start, of "
-    "the first level, the first two, and so on; usable = those of all, in whole blocks, without the "
-    "last token; room = the first level could take more.",
+    "the first level, the first two, and so on; usable = those of all, in whole blocks, without "
+    "the last token; room = the first level could take more.",
 )
 _kind(
     "cache.state",

@@ -80,8 +80,9 @@ class S3Backend:
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=self._prefix + prefix
         )
+        none: list[str] = []
         found = self._call(
-            lambda: [entry["Key"] for page in pages for entry in page.get("Contents", ())], []
+            lambda: [entry["Key"] for page in pages for entry in page.get("Contents", ())], none
         )
         return iter([name.removeprefix(self._prefix) for name in found or ()])
 

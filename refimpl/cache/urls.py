@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from urllib.parse import urlsplit, urlunsplit
 
 from kvconform.refimpl.cache.backend import Backend
@@ -13,7 +14,7 @@ from kvconform.refimpl.cache.patience import PATIENCE, Patient
 from kvconform.refimpl.cache.redis_server import RedisBackend
 from kvconform.refimpl.cache.s3 import S3Backend
 
-SERVERS = {
+SERVERS: dict[str, Callable[[str, float], Backend]] = {
     "http": HttpBackend,
     "redis": RedisBackend,
     "rediss": RedisBackend,
