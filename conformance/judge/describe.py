@@ -78,6 +78,11 @@ def _changed(e: Event) -> str:
 
 
 def _due(e: Event) -> str:
+    if e["missing"] and e["reported_failed"]:
+        return (
+            f"of the {many(e['granted'], 'token')} granted to {e['req']}"
+            f" from position {e['local']}, {_positions(e['missing'])} reported as failed"
+        )
     if e["missing"]:
         return (
             f"of the {many(e['granted'], 'token')} granted to {e['req']}"

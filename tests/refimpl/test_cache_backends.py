@@ -37,12 +37,25 @@ KEYS = ("chunks/0/k/0", "chunks/0/k/1", "a b/../ä*[?]", "x", "x/y", ".", "..", 
 """Also keys that would lead out of the store if they were paths or patterns."""
 
 
-@pytest.fixture(params=KINDS)
-def url(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(scope="module", params=KINDS)
+def opened(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    with url_of(request.param, tmp_path, monkeypatch) as found:
+    """A store of each kind; its server runs while the tests of this kind do."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        url_of(request.param, tmp_path_factory.mktemp(request.param), patch) as found,
+    ):
         yield found
+
+
+@pytest.fixture
+def url(opened: str) -> str:
+    """An empty store of each kind."""
+    backend = open_backend(opened, BUSY)
+    for key in [*backend.list()]:
+        backend.delete(key)
+    return opened
 
 
 @pytest.fixture(autouse=True)

@@ -205,6 +205,26 @@ def test_a_reset_while_a_file_is_written_keeps_nothing(
     assert [path for path in tmp_path.rglob("*") if path.suffix != ".kv" and path.is_file()] == []
 
 
+def test_two_saves_of_one_chunk_in_a_step_store_it_whole(ranks: list[ChunkStore]) -> None:
+    """Layer by layer, both put their layers before either commits."""
+    for store in ranks:
+        for layer in ("0", "1"):
+            store.put(0, "k", layer, b"layer " + layer.encode())
+            store.put(0, "k", layer, b"layer " + layer.encode())
+        store.commit(0, "k")
+        store.commit(0, "k")
+    assert [store.get("k", "1") for store in ranks] == [b"layer 1", b"layer 1"]
+
+
+def test_what_is_put_and_not_committed_in_a_step_is_dropped(ranks: list[ChunkStore]) -> None:
+    for store in ranks:
+        store.put(0, "k", "0", b"of an abandoned save")
+        store.discard()
+        store.put(0, "k", "1", b"layer 1")
+        store.commit(0, "k")
+    assert ranks[0].get("k", "0") is None and ranks[0].get("k", "1") == b"layer 1"
+
+
 def test_what_an_earlier_epoch_still_writes_changes_no_chunk_of_this_one(
     ranks: list[ChunkStore],
 ) -> None:
