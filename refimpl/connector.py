@@ -15,6 +15,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.v1.request import RequestStatus
 
+from kvconform.refimpl.cache.chunks import open_store
 from kvconform.refimpl.copying import Copying
 from kvconform.refimpl.delay import Countdown
 from kvconform.refimpl.faults import Faults
@@ -22,7 +23,6 @@ from kvconform.refimpl.keys import extend_keys, root_key
 from kvconform.refimpl.options import Options
 from kvconform.refimpl.paging import NULL_BLOCK, Share, has_window
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save, cut
-from kvconform.refimpl.store import open_store
 from kvconform.refimpl.suite_hooks import SuiteHooks
 from kvconform.refimpl.telemetry import Telemetry
 from kvconform.refimpl.tracking import Tracked, first_group, scheduled
@@ -48,6 +48,7 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
     """
 
     several_groups = False
+    options_kind = Options
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -60,13 +61,15 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
                 "sliding windows are not supported: "
                 "blocks that leave the window are freed without notice to the connector"
             )
-        self.options = Options.of(vllm_config)
+        self.options = self.options_kind.of(vllm_config)
         self._share = Share.of(vllm_config)
         self._block_size = self._share.block_size
         self._may_save = self._kv_transfer_config.is_kv_producer
         self._may_load = self._kv_transfer_config.is_kv_consumer
         parallel = vllm_config.parallel_config
-        self._store = open_store(self.options.store, parallel.rank, parallel.world_size)
+        self._store = open_store(
+            self.options.store, parallel.rank, parallel.world_size, self.options.patience
+        )
         self._root = root_key(vllm_config)
 
         # Scheduler half.
@@ -309,8 +312,9 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         self._repaired |= connector_output.invalid_block_ids
 
     def reset_cache(self) -> bool | None:
+        if not self._store.reset():
+            return False  # refused: the store does not respond, or is read-only
         self._was_reset = True
-        self._store.reset()
         # The KV in the blocks is as old as the KV that was in the store: do not save it. This goes
         # for live requests and for the last saves of finished ones.
         for tracked in self._tracked.values():
@@ -381,6 +385,7 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
                     self._save_queue.add((metadata.epoch, save), self.options.save_delay)
                 else:
                     self._save(metadata.epoch, save, layers)
+        self._store.discard()
         self._hooked.clear()
         self._saved = metadata
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from kvconform.refimpl.cache.chunks import ChunkStore
 from kvconform.refimpl.paging import Share, read_slots, write_slots
 from kvconform.refimpl.plan import Load, Piece, Save
-from kvconform.refimpl.store import Store
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ class Copying:
     requests whose last save is done in `_sent`.
     """
 
-    _store: Store
+    _store: ChunkStore
     _share: Share
     _layers: dict[str, torch.Tensor]
     _block_size: int

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvconform.refimpl.cache.chunks import ChunkStore
 from kvconform.refimpl.plan import Load
-from kvconform.refimpl.store import Store
 
 
 class Faults:
     """Losses of chunks, armed per request and applied to its next load."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ChunkStore) -> None:
         self._store = store
         self._armed: dict[str, frozenset[int] | None] = {}
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from kvconform.refimpl.cache.patience import PATIENCE
 from kvconform.refimpl.paging import Share
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ class Options:
     """The options of one connector."""
 
     store: str
-    """A directory, or `memory:NAME`. Default: memory, named after the engine."""
+    """A directory, or a URL (`refimpl/cache/urls.py`). Default: memory, named after the engine."""
     chunk_tokens: int
     """Tokens per chunk; need not be a multiple of the block size. Default: one block."""
     load: str = "sync"
@@ -32,11 +33,13 @@ class Options:
     """Polls until an asynchronous load is done."""
     save_delay: int = 1
     """Polls until an asynchronous save is done."""
+    patience: float = PATIENCE
+    """Seconds until a call of the store's server fails, and for which it is then not called."""
     whole_blocks: bool = True
     """Claim whole blocks only."""
 
     @classmethod
-    def of(cls, vllm_config: VllmConfig) -> Options:
+    def of(cls, vllm_config: VllmConfig) -> Self:
         """Return the options in a configuration.
 
         ValueError for an unknown option or an impossible value.

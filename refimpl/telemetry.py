@@ -27,9 +27,9 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from kvconform.refimpl.paging import Share
 
 if TYPE_CHECKING:
+    from kvconform.refimpl.cache.chunks import ChunkStore
     from kvconform.refimpl.options import Options
     from kvconform.refimpl.plan import Piece
-    from kvconform.refimpl.store import Store
     from kvconform.refimpl.tracking import Tracked
 
 MEDIUM = "STORAGE"
@@ -112,7 +112,7 @@ class Telemetry(KVConnectorBase_V1):
     """
 
     options: Options
-    _store: Store
+    _store: ChunkStore
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

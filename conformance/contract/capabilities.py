@@ -80,6 +80,11 @@ CAPABILITIES: dict[str, Capability] = {
         _YES_NO,
         "takes the handshake metadata of every pipeline stage, if it has any",
     ),
+    "leases": Capability(
+        False,
+        _YES_NO,
+        "keeps what a lookup has claimed until it is loaded or the request is not admitted",
+    ),
     "fault_injection": Capability(False, _YES_NO, "lets the harness make loads fail"),
     "kv_events": Capability(False, _YES_NO, "publishes KV events for all that it stores"),
     "transfer": Capability(

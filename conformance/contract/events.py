@@ -88,7 +88,7 @@ class Kind:
         return found
 
 
-CHANNELS = ("hooks", "sched", "kv", "plan", "device", "live", "harness")
+CHANNELS = ("hooks", "sched", "kv", "plan", "cache", "device", "live", "harness")
 """Sources of events. Every run has `harness` events; a requirement need not ask for them."""
 
 PROVENANCE = (
@@ -580,11 +580,13 @@ _kind(
     "load.due",
     "kv",
     "req:str generation:int transfer:str? granted:int missing:list partial:list wrong:list "
-    "reported_failed:bool promised:bool is_async:bool local:int by_group:list early_reads:list",
+    "reported_failed:bool promised:bool undisturbed:bool is_async:bool local:int by_group:list "
+    "early_reads:list",
     "The engine is about to rely on a grant. missing = positions that were not written completely; "
-    "partial = those of them of which some slot was written in part. promised = the connector has declared that it keeps "
-    "this content, has found it, and nothing in the case makes a load fail. by_group = those of "
-    "several groups that lack something: number, tokens per block, positions, block table. "
+    "partial = those of them of which some slot was written in part. promised = the connector has "
+    "declared that it keeps this content, has found it, and nothing in the case makes a load fail. "
+    "undisturbed = nothing in the case takes away what is stored. by_group = those of several "
+    "groups that lack something: number, tokens per block, positions, block table. "
     "early_reads = where work on other streams was queued that read too early, so far.",
 )
 _kind(
@@ -606,6 +608,35 @@ _kind(
     "op:str req:str start:int end:int timing:str key:str? computed:int scheduled:int "
     "known:int placeholders:int",
     "What the connector's metadata plans to do.",
+)
+
+# -- cache: from an Inspector that shows the cache behind the connector, too
+_kind(
+    "cache.lookup",
+    "cache",
+    "req:str local:int tokens:int? usable:int room:bool cached:list",
+    "What the levels of the cache had at a lookup: cached = tokens from the request's start, of "
+    "the first level, the first two, and so on; usable = those of all, in whole blocks, without "
+    "the last token; room = the first level could take more.",
+)
+_kind(
+    "cache.state",
+    "cache",
+    "held:int levels:list",
+    "The cache after a step in which it changed: entries that are held, and the levels.",
+)
+_kind(
+    "cache.loaded",
+    "cache",
+    "req:str end:int cached:list room:bool",
+    "After a step in which a load arrived, up to token `end`: what the levels have of the request "
+    "(as in cache.lookup); room = the first level could take more.",
+)
+_kind(
+    "cache.ended",
+    "cache",
+    "held:int levels:list",
+    "The cache when all requests have ended and the engine is at rest.",
 )
 
 # -- engine `live`: only a run of the complete vLLM has these

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generator of docs/contract/, docs/coverage.md, and the marked parts of hand-written pages.
+"""Generator of pages in docs/: contract/, coverage.md, systems.md, and parts of other pages.
 
 `python -m kvconform.dev.docs [--check]` renders the specification with docs/templates/, and needs
 a checkout. The table of hooks is read from the installed vLLM's source, so docs/coverage.md is only
@@ -33,7 +33,7 @@ from kvconform.contract.loader import Spec, SpecError, load_spec
 from kvconform.contract.references import Bug, key
 from kvconform.contract.requirement import Id, Model, Requirement, Source
 from kvconform.contract.yaml12 import parse
-from kvconform.dev import coverage, example, lint
+from kvconform.dev import coverage, example, lint, systems
 from kvconform.errors import Location, Problem, UsageError
 from kvconform.report.explain import cases_about, check_lines
 from kvconform.report.pages import render
@@ -109,6 +109,7 @@ class Pages:
         found = {
             "contract/README.md": self.index(),
             **{f"contract/{area.area}.md": self.area(area) for area in self.areas},
+            "systems.md": self.systems(),
             **{name: with_part(ROOT, name) for name in PARTS},
         }
         if (installed.vllm_version() or "").split("+")[0] == self.version:
@@ -137,6 +138,11 @@ class Pages:
     def area(self, area: Area) -> str:
         """Return the page of one area."""
         return self._render("area", area=area, requirements=self._of(area), kinds=KINDS)
+
+    def systems(self) -> str:
+        """Return the page of what covers each system."""
+        rows = systems.load(self.spec, ROOT)
+        return self._render("systems", rows=rows, sections=systems.SECTIONS)
 
     def coverage(self) -> str:
         """Return the page of what covers each hook, field, rule and bug. Needs vLLM's source."""

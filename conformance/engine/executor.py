@@ -15,6 +15,7 @@ from kvconform.engine.view import EngineView
 from kvconform.kv import device
 from kvconform.kv.oracle import Oracle
 from kvconform.kv.provenance import Chain
+from kvconform.observe.cache import CacheObserver, shows_cache
 from kvconform.observe.call import Call
 from kvconform.observe.digest import pickle_round_trip
 from kvconform.observe.ledger import Ledger, RankReports
@@ -67,6 +68,10 @@ class Executor:
         connector = view.scheduler.connector
         inspector = getattr(connector, "kvconform_inspector", None)
         self.inspector: Any = inspector() if callable(inspector) else None
+        self.cache: CacheObserver | None = None
+        if shows_cache(self.inspector):
+            requests = view.scheduler.requests
+            self.cache = CacheObserver(trace, self.inspector, requests, variant.block_size)
 
     @property
     def _oracle(self) -> Oracle:
@@ -88,6 +93,8 @@ class Executor:
         probe.on("get_transfer_results", after=self._note_received)
         if device.current.streamed:
             probe.after_any.append(self._device_notes)
+        if self.cache is not None:
+            self.cache.listen(probe)
 
     @property
     def _worker(self) -> Any:
@@ -145,6 +152,8 @@ class Executor:
         for row in leader.rows:
             self._note_final(row, failed)
         bound = self._bound_since(first) if len(self.ranks.members) > 1 else []
+        if self.cache is not None:
+            self.cache.after_step(self.trace.events[first:])
         self.trace.emit("worker.step_end", forward=tokens > 0, ranks=bound)
         if tokens or self._received:
             self.progress += 1

@@ -9,7 +9,8 @@ so a sentence can be reworded without changing which failures belong together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from kvconform.contract.events import altered_in_entry
 from kvconform.contract.trace import Event
@@ -77,6 +78,11 @@ def _changed(e: Event) -> str:
 
 
 def _due(e: Event) -> str:
+    if e["missing"] and e["reported_failed"]:
+        return (
+            f"of the {many(e['granted'], 'token')} granted to {e['req']}"
+            f" from position {e['local']}, {_positions(e['missing'])} reported as failed"
+        )
     if e["missing"]:
         how = "never written"
         if e.get("partial"):
@@ -273,6 +279,30 @@ def _plan(e: Event) -> str:
         f"the connector plans to {e['op']} positions {e['start']}-{e['end'] - 1} of {e['req']}"
         f" ({e['timing'].replace('_', ' ')}) with {many(e['computed'], 'token')} computed,"
         f" {e['scheduled']} scheduled, {e['placeholders']} placeholders and {e['known']} known"
+    )
+
+
+def _level(level: Mapping[str, Any]) -> str:
+    bound = "" if level["bound"] is None else f" of at most {level['bound']}"
+    return f"{level['name']} has {level['entries']}{bound} ({level['held']} held)"
+
+
+def _cache_state(e: Event) -> str:
+    holds = many(e["held"], "hold")
+    return f"the cache has {holds}; {'; '.join(map(_level, e['levels']))}"
+
+
+def _cache_lookup(e: Event) -> str:
+    return (
+        f"{e['req']} could load up to token {e['usable']} (its levels have {e['cached']} tokens),"
+        f" and the connector answered {e['tokens']} tokens after {e['local']} local ones"
+    )
+
+
+def _cache_loaded(e: Event) -> str:
+    return (
+        f"{e['req']} was loaded up to token {e['end']}; afterwards the first level, which has room,"
+        f" has {e['cached'][0]} tokens of it"
     )
 
 
@@ -512,6 +542,10 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "meta.built": _built,
     "meta.bound": _bound,
     "plan": _plan,
+    "cache.lookup": _cache_lookup,
+    "cache.loaded": _cache_loaded,
+    "cache.state": _cache_state,
+    "cache.ended": _cache_state,
     "engine.crash": _crash,
     "hold": lambda e: (
         f"the engine has been holding {e['req']} ({e['direction']}) since {e['cause']}"
@@ -651,6 +685,8 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "handshake": ("none",),
     "hold": ("direction", "cause"),
     "plan": ("op", "timing"),
+    "cache.lookup": ("room",),
+    "cache.loaded": ("room",),
     "engine.id": ("half",),
     "relay.broken": ("way", "what"),
     "report.landed": ("changed",),

@@ -224,7 +224,8 @@ class Shape(Protocol):
 class Loads:
     """The loads into one KV cache: those that the engine granted, and the reported failures.
 
-    `failed_blocks` and `failed_reqs` are the failures reported in the current step.
+    `failed_blocks` and `failed_reqs` are the failures reported in the current step. `undisturbed`:
+    nothing in the case takes away what the connector has stored.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -233,6 +234,7 @@ class Loads:
         self.failed_blocks: set[int] = set()
         self.failed_reqs: set[str] = set()
         self.promised: set[str] = set()
+        self.undisturbed = True
 
     def open_grants(self) -> list[Grant]:
         """Return the grants that the engine has not relied on yet."""
@@ -543,6 +545,7 @@ class Oracle(Loads):
             wrong=sorted(wrong),
             reported_failed=reported,
             promised=grant.req in self.promised,
+            undisturbed=self.undisturbed,
             is_async=grant.is_async,
             local=grant.start,
             by_group=grant.missing_by_group(),

@@ -316,6 +316,7 @@ class BlockOracle:
             wrong=_positions(wrong, size),
             reported_failed=reported,
             promised=False,
+            undisturbed=False,
             is_async=grant.is_async,
             local=grant.start,
             by_group=[],

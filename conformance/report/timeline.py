@@ -380,6 +380,18 @@ def _reported(e: Event) -> tuple[str, str]:
     return "transfer", f"{e['req']} {e['direction']} finished{unexpected}"
 
 
+def _cache_lookup(e: Event) -> tuple[str, str]:
+    return "in cache", f"{e['req']} {e['cached']} tokens by level, usable up to {e['usable']}"
+
+
+def _cache_state(e: Event) -> tuple[str, str]:
+    levels = (
+        f"{level['entries']}" + ("" if level["bound"] is None else f"/{level['bound']}")
+        for level in e["levels"]
+    )
+    return "cache", f"{many(e['held'], 'hold')}, entries by level {', '.join(levels)}"
+
+
 def _plan(e: Event) -> tuple[str, str]:
     return "plan", f"{e['op']} {e['req']} [{e['start']}, {e['end']}) {e['timing']}"
 
@@ -413,6 +425,9 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "store.damaged": _damaged,
     "transfer.reported": _reported,
     "plan": _plan,
+    "cache.lookup": _cache_lookup,
+    "cache.state": _cache_state,
+    "cache.ended": _cache_state,
     "api": _api,
     "cache.reset": _reset,
     "case.expectation": _expected,

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 from kvconform.compat.step import AnyText, build_request
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import tolerance
-from kvconform.contract.case import Variant
+from kvconform.contract.case import Case, Variant
 from kvconform.contract.events import lifecycle, run_end
 from kvconform.contract.scenario import HAND_OVER
 from kvconform.contract.steps import (
@@ -167,8 +167,10 @@ class Driver:
             relation=self.relation,
         )
         engine.observer.on_lookup = Reloads(state, engine.oracle.promised).looked_up
+        undisturbed = not takes_from_store(variant.case)
         for rank in engine.ranks.members:
             rank.cache.tolerance = tolerance(state.caps["lossy"])
+            rank.worker.oracle.undisturbed = undisturbed
         if self.watcher is not None:
             self.watcher.started(engine)
         return engine
@@ -489,6 +491,8 @@ class Driver:
         """Emit run.end and, with `shut_down`, shut the connector down."""
         if self.engine.ledger.leaked():
             gc.collect()  # the objects may be a cycle of garbage
+        if self.engine.executor.cache is not None and not self.engine.busy:
+            self.engine.executor.cache.at_rest()
         end = self.trace.emit("run.end", **self._end_of(self.engine, crashed=crashed))
         if shut_down:
             self.shutdown()
@@ -515,6 +519,15 @@ class Driver:
     def shutdown(self) -> None:
         """Shut the connector down."""
         self.engine.shutdown()
+
+
+def takes_from_store(case: Case) -> bool:
+    """Return whether something in a case may take away what the connector has stored.
+
+    In a MultiConnector, its siblings' loads may fail.
+    """
+    losses = ("fail-load", "damage", "reset", "restart", "shutdown")
+    return bool(case.config.multi) or any(step.op in losses for step in case.steps)
 
 
 def _otherwise(variant: Variant, how: Otherwise) -> Variant:

@@ -221,6 +221,8 @@ def _drive(
         note_unfilled(trace)
         if driver is not None and driver.engine.inspector is not None:
             run.channels |= {"plan"}
+            if driver.engine.executor.cache is not None:
+                run.channels |= {"cache"}
         Probe.active = outer
 
 

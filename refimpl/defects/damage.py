@@ -3,38 +3,45 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from kvconform.refimpl.cache.chunks import ChunkStore
+from kvconform.refimpl.cache.seal import HEADER, unpacked
+from kvconform.refimpl.cache.urls import open_backend
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.store import CHECKSUM, DirectoryStore
 
 
-class _Trusting(DirectoryStore):
-    """Knows what it wrote: the length of the data by file, and the chunks that are complete."""
+class _Trusting(ChunkStore):
+    """Knows what it wrote: the start of each file, up to the numbers, and the length of the rest.
 
-    lengths: ClassVar[dict[str, int]] = {}
-    complete: ClassVar[set[str]] = set()
+    One rank only.
+    """
 
-    def _keep(self, epoch: int, path: str, data: bytes) -> None:
-        super()._keep(epoch, path, data)
-        self.lengths[path] = len(data) - CHECKSUM.size
-        if path.endswith(".complete"):
-            self.complete.add(path.rpartition("/")[0])
+    known: ClassVar[dict[str, tuple[bytes, int]]] = {}
 
-    def _verified(self, path: Path) -> bytes | None:
-        data = path.read_bytes()[CHECKSUM.size :] if path.exists() else None
-        trusted = self._trusted(data, self.lengths.get(str(path), 0))
-        return super()._verified(path) if trusted is None else trusted
+    def _sealed(self, name: str, layers: Mapping[str, bytes]) -> bytes:
+        stored = super()._sealed(name, layers)
+        length = sum(map(len, layers.values()))
+        self.known[name] = stored[: len(stored) - length], length
+        return stored
+
+    def _opened(self, name: str, stored: bytes | None) -> dict[str, bytes]:
+        start, length = self.known.get(name, (b"", 0))
+        data = None if stored is None else stored[len(start) :]
+        trusted = self._trusted(data, length)
+        if trusted is None:
+            return super()._opened(name, stored)
+        return unpacked(start[HEADER.size + len(name) :] + trusted)
 
     def _trusted(self, data: bytes | None, length: int) -> bytes | None:
-        """Return what is taken for the data, or None to verify it. `data` None: no file."""
+        """Return what is taken for the numbers; None: verify the file. `data` None: no file."""
         raise NotImplementedError
 
 
 class _ZerosForMissing(_Trusting):
-    def has(self, key: str) -> bool:
-        return self._chunk(self.epoch(), key) in self.complete
+    def _is_complete(self, epoch: int, key: str) -> bool:
+        return self._name(epoch, key, 0) in self.known
 
     def _trusted(self, data: bytes | None, length: int) -> bytes | None:
         return bytes(length) if data is None else None
@@ -63,7 +70,7 @@ class _OverFiles(ReferenceConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._store = self.kind(Path(self.options.store))
+        self._store = self.kind(open_backend(self.options.store))
 
 
 class ZerosForMissing(_OverFiles):

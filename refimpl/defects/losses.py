@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
+from kvconform.refimpl.cache.chunks import EPOCH, ChunkStore
+from kvconform.refimpl.cache.seal import seal
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.plan import Load, Save
-from kvconform.refimpl.store import DirectoryStore, Store
 from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
@@ -23,8 +24,7 @@ class TogglesEpoch(ReferenceConnector):
     def reset_cache(self) -> bool | None:
         result = super().reset_cache()
         store = self._store
-        assert isinstance(store, DirectoryStore)
-        store._write(store._epoch, str(store.epoch() % 2).encode())
+        store.backend.set(EPOCH, seal(EPOCH, str(store.epoch() % 2).encode()))
         return result
 
 
@@ -74,7 +74,7 @@ class StoresEveryStep(ReferenceConnector):
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
         tracked.saved = 0
         store = self._store
-        self._store = cast(Store, SimpleNamespace(has=lambda key: False, epoch=store.epoch))
+        self._store = cast(ChunkStore, SimpleNamespace(has=lambda key: False, epoch=store.epoch))
         try:
             return super()._plan_save(tracked, end, scheduled, final)
         finally:

@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
+from kvconform.refimpl.cache.chunks import ChunkStore
+from kvconform.refimpl.cache.http import HttpBackend
+from kvconform.refimpl.cache.patience import PATIENCE, Patient
+from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.paging import write_slots
 from kvconform.refimpl.plan import Load
-from kvconform.refimpl.variants.served import Served
-from kvconform.refimpl.variants.served_store import PATIENCE, ServedStore
+
+LONG = 60.0
+"""Seconds."""
 
 
-class TrustsServer(Served):
+class TrustsServer(ReferenceConnector):
     """Leaves out what the server does not deliver, and does not report it."""
 
     def _load(self, load: Load, layers: Iterable[str]) -> None:
@@ -22,16 +27,17 @@ class TrustsServer(Served):
                 self._load_layer(piece, layer)
 
 
-class RaisesWithoutServer(Served):
+class RaisesWithoutServer(ReferenceConnector):
     """Raises an error when the server does not answer."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
-        if ServedStore.is_silent(self._store.port):
+        server = self._store.backend
+        if isinstance(server, Patient) and server.is_silent:
             raise ConnectionError("the server does not answer")
 
 
-class WaitsForServer(Served):
+class WaitsForServer(ReferenceConnector):
     """Retries a load until the server delivers it, forever if the server is gone."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -46,14 +52,7 @@ class WaitsForServer(Served):
         return sent, recved
 
 
-class PatientStore(ServedStore):
-    """A client of the server that waits for a minute."""
-
-    patience = 60.0
-    _silent: ClassVar[dict[int, float]] = {}
-
-
-class WritesLate(Served):
+class WritesLate(ReferenceConnector):
     """Reports a slow load as failed, and lets it continue.
 
     The bytes are written when the server answers.
@@ -68,7 +67,7 @@ class WritesLate(Served):
                 self._bad |= piece.blocks(self._block_size)
 
     def _fetch(self, load: Load, layers: list[str], done: threading.Event) -> None:
-        patient = PatientStore(self._store.port, *self._store.place)
+        patient = ChunkStore(HttpBackend(self.options.store, LONG))
         for piece in load.pieces:
             for layer in layers:
                 data = patient.get(piece.key, layer)

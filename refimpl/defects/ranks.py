@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from kvconform.compat.vllm_api import ModelRunnerOutput
+from kvconform.refimpl.cache.chunks import open_store
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.defects import targets
 from kvconform.refimpl.faulty import Target, with_arguments
 from kvconform.refimpl.keys import root_key
 from kvconform.refimpl.plan import Load, Piece, Save
-from kvconform.refimpl.store import open_store
 from kvconform.refimpl.variants.ranks import Drifting
 
 AGGREGATOR = "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator"
@@ -117,8 +117,7 @@ class ClaimsForOneRank(Drifting):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        shelf: Any = self._store._shelf  # type: ignore[attr-defined]
-        self._store.has = lambda key: 0 in shelf.committed.get(key, ())  # type: ignore[method-assign]
+        self._store.has = open_store(self.options.store).has  # type: ignore[method-assign]
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         super()._load_layer(piece, layer)

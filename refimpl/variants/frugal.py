@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from kvconform.refimpl.cache.chunks import ChunkStore
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.plan import ReferenceMetadata, Save
-from kvconform.refimpl.store import Store
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -94,7 +94,7 @@ class Clocked:
     An expired chunk is not removed: a load of it may be under way.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ChunkStore) -> None:
         self._store = store
         self._now = 0
         self._since: dict[str, int] = {}

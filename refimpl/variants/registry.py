@@ -48,7 +48,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fenced": (f"{HERE}.fencing:Fenced", {"async_saves": True, "save_delay": 3}),
     "threads": (f"{HERE}.threads:Threads", {"load": "async", "async_saves": True}),
     "tiered-lru": (f"{HERE}.tiers:Tiered", {}),
-    "tiered-lfu": (f"{HERE}.tiers:TieredLfu", {}),
+    "tiered-lfu": (f"{HERE}.tiers:Tiered", {"evict": "lfu", "store_chunks": 96, "load": "async"}),
+    "three-levels": (
+        f"{HERE}.tiers:Tiered",
+        {
+            "tiers": [{"url": "memory:", "chunks": 2}, {"url": "memory:", "chunks": 6}],
+            "store_chunks": 24,
+            "layerwise": True,
+        },
+    ),
     "undecided": (f"{HERE}.loading:Undecided", {}),
     "uneven": (f"{HERE}.loading:Uneven", {}),
     "block-filler": (f"{HERE}.loading:BlockFiller", {"whole_blocks": False}),

@@ -18,10 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from kvconform.kv import device
+from kvconform.refimpl.cache.chunks import open_store
 from kvconform.refimpl.connector import Finish, ReferenceConnector
 from kvconform.refimpl.delay import Countdown
 from kvconform.refimpl.plan import Load
-from kvconform.refimpl.store import open_store
 from kvconform.refimpl.variants.decoy import Decoy
 from kvconform.refimpl.variants.plain import Plain
 

@@ -1,190 +1,252 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector over two bounded tiers, host memory and disk (systems.md C2, C3, B14).
+"""A connector over tiers with bounds (systems.md B14, C2, C3; `refimpl/cache/`).
 
-Hits are promoted to the host. Chunks evicted from the host go to the disk; chunks evicted from the
-disk are lost. The chunks that a lookup has found are pinned until the step that loads them is over.
+What a lookup has claimed is held until the end of the engine's scheduling, and what a step is to
+load until the worker half has read it: eviction does not take it. Both halves share the levels, so
+they must be in one process.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from kvconform.refimpl.cache.chunks import VALUES, ChunkStore, chunk_of
+from kvconform.refimpl.cache.eviction import EVICTORS
+from kvconform.refimpl.cache.holds import Holds
+from kvconform.refimpl.cache.tiers import Level, Tiers
+from kvconform.refimpl.cache.urls import open_backend
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
-from kvconform.refimpl.store import MemoryStore, open_store
+from kvconform.refimpl.faults import Faults
+from kvconform.refimpl.inspector import Inspector
+from kvconform.refimpl.options import Options
+from kvconform.refimpl.plan import Load, ReferenceMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-HOST_CHUNKS = 4
-DISK_CHUNKS = 96
+
+@dataclass(frozen=True)
+class TierOptions(Options):
+    """The options of a connector with tiers; `store` is the lowest level."""
+
+    tiers: tuple[Mapping[str, Any], ...] = ({"url": "memory:", "chunks": 4},)
+    """The levels above the store, the fastest first: `url`, and how many `chunks` it may hold."""
+    store_chunks: int | None = None
+    """How many chunks the store may hold. Default: any number."""
+    evict: str = "lru"
+    """Which chunk leaves a full level: the least recently used (`lru`), or frequently (`lfu`)."""
 
 
-@dataclass
-class Books:
-    """The state of the tiers, shared by both halves.
+class Cache:
+    """The levels and the holds of one store, which the halves and ranks of a process share."""
 
-    `host` and `disk`: keys in the order of their last use. `uses`: how often each was used. `pins`:
-    pinned keys by request.
-    """
+    opened: ClassVar[dict[str, Cache]] = {}
 
-    host: dict[str, None] = field(default_factory=dict)
-    disk: dict[str, None] = field(default_factory=dict)
-    uses: Counter[str] = field(default_factory=Counter)
-    pins: dict[str, set[str]] = field(default_factory=dict)
+    def __init__(
+        self, options: TierOptions, world: int, tiers: type[Tiers], holds: type[Holds]
+    ) -> None:
+        self.holds = holds()
+        levels = [*options.tiers, {"url": options.store, "chunks": options.store_chunks}]
+        self.tiers = tiers(
+            [
+                Level(
+                    f"level {number}",
+                    open_backend(level["url"], options.patience),
+                    None if level["chunks"] is None else level["chunks"] * world,
+                    EVICTORS[options.evict](),
+                )
+                for number, level in enumerate(levels)
+            ],
+            must_stay=lambda key: chunk_of(key) in self.holds,
+            prefix=VALUES,
+        )
 
+    def counts(self) -> dict[str, int]:
+        """Return what happened so far: misses, losses, and of each level hits, bytes and moves."""
+        found = {"chunks_missed": self.tiers.misses, "chunks_lost": self.tiers.lost}
+        for number, level in enumerate(self.tiers.levels):
+            found |= {f"level{number}_{name}": count for name, count in vars(level.counts).items()}
+        return found
 
-class Tiers:
-    """A `store.Store` with two tiers.
-
-    `lfu`: evict the least frequently used chunk; otherwise the least recently used.
-    """
-
-    _books: ClassVar[dict[str, Books]] = {}
-    _pins: ClassVar[dict[str, dict[str, set[str]]]] = {}
-
-    def __init__(self, where: str, lfu: bool, rank: int, world: int) -> None:
-        self._host = MemoryStore(f"host of {where}", rank, world)
-        self._disk = open_store(where, rank, world)
-        # Each rank has its own state, with common pins. All ranks move the same chunks.
-        pins = self._pins.setdefault(where, {})
-        self.books = self._books.setdefault(f"{rank} of {where}", Books(pins=pins))
-        self._lfu = lfu
-        self._layers: dict[str, set[str]] = {}
-
-    def epoch(self) -> int:
-        return self._disk.epoch()
-
-    def reset(self) -> None:
-        self._host.reset()
-        self._disk.reset()
-        self.books.host.clear()
-        self.books.disk.clear()
-
-    def put(self, epoch: int, key: str, layer: str, data: bytes) -> None:
-        if epoch == self.epoch():
-            self._layers.setdefault(key, set()).add(layer)
-            self._host.put(self._host.epoch(), key, layer, data)
-
-    def commit(self, epoch: int, key: str) -> None:
-        if epoch == self.epoch():
-            self._host.commit(self._host.epoch(), key)
-            self._use(key, self.books.host)
-            self._shrink()
-
-    def has(self, key: str) -> bool:
-        return self._host.has(key) or self._disk.has(key)
-
-    def get(self, key: str, layer: str) -> bytes | None:
-        """Return one layer of this rank's shard; counts as a use.
-
-        A chunk on the disk is copied to the host when its first layer is read.
-        """
-        if not self._host.has(key) and self._disk.has(key):
-            for each in self._layers.get(key, ()):
-                data = self._disk.get(key, each)
-                if data is not None:
-                    self._host.put(self._host.epoch(), key, each, data)
-            self._host.commit(self._host.epoch(), key)
-            self._use(key, self.books.host)
-            self._shrink(keep=key)
-        self._use(key, self.books.host)
-        return self._host.get(key, layer)
-
-    def drop(self, key: str) -> None:
-        self._host.drop(key)
-        self._disk.drop(key)
-        self.books.host.pop(key, None)
-        self.books.disk.pop(key, None)
-
-    def keys(self) -> Iterator[str]:
-        return iter(sorted({*self._host.keys(), *self._disk.keys()}))
-
-    def _use(self, key: str, tier: dict[str, None]) -> None:
-        tier.pop(key, None)
-        tier[key] = None
-        self.books.uses[key] += 1
-
-    def _shrink(self, keep: str = "") -> None:
-        """Evict until both tiers are within their bounds, or all their chunks are pinned."""
-        pinned = {keep}.union(*self.books.pins.values())
-        for tier, bound in ((self.books.host, HOST_CHUNKS), (self.books.disk, DISK_CHUNKS)):
-            victims = [key for key in tier if key not in pinned]  # least recently used first
-            if self._lfu:
-                victims.sort(key=lambda key: self.books.uses[key])
-            for key in victims[: max(0, len(tier) - bound)]:
-                del tier[key]
-                if tier is self.books.host:
-                    self._demote(key)
-                else:
-                    self._disk.drop(key)
-
-    def _demote(self, key: str) -> None:
-        if not self._disk.has(key):
-            for layer in self._layers.get(key, ()):
-                data = self._host.get(key, layer)
-                if data is not None:
-                    self._disk.put(self._disk.epoch(), key, layer, data)
-            self._disk.commit(self._disk.epoch(), key)
-        self._use(key, self.books.disk)
-        self._host.drop(key)
+    @classmethod
+    def of(cls, options: TierOptions, world: int, tiers: type[Tiers], holds: type[Holds]) -> Cache:
+        """Return the cache with these options, opening it the first time."""
+        key = f"{tiers.__name__} {holds.__name__} {world} {options}"
+        if key not in cls.opened:
+            cls.opened[key] = cls(options, world, tiers, holds)
+        return cls.opened[key]
 
 
 class Tiered(ReferenceConnector):
-    """The reference connector over two tiers.
+    """The reference connector over several levels, with holds on what it has promised.
 
-    It declares no capabilities: how long it keeps a chunk depends on the other chunks.
+    Its additional options are those of `TierOptions`.
     """
 
-    kvconform_capabilities = None  # type: ignore[assignment]
-    lfu = False
+    options: TierOptions
+    options_kind = TierOptions
+    tiers_kind: ClassVar[type[Tiers]] = Tiers
+    holds_kind: ClassVar[type[Holds]] = Holds
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         parallel = vllm_config.parallel_config
-        self._tiers = Tiers(self.options.store, self.lfu, parallel.rank, parallel.world_size)
-        self._store = self._tiers
-        self._faults._store = self._tiers
+        self._world = parallel.world_size
+        self._cache = Cache.of(self.options, self._world, self.tiers_kind, self.holds_kind)
+        tiers = self._cache.tiers
+        durable = tiers.levels[-1].backend
+        self._store = ChunkStore(tiers, parallel.rank, self._world, durable)
+        self._faults = Faults(self._store)
+        # Scheduler half: the held chunks of requests that were looked up in this step.
+        self._claimed: dict[str, list[str]] = {}
+        # What the levels had counted when it was last reported.
+        self._reported: dict[str, int] = self._cache.counts()
+
+    # -- Scheduler half
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
+        """Hold the chunks before looking for them, so that none goes between look and claim."""
+        keys = list(self._keys(request, [], request.num_tokens))
+        self._release_claim(request.request_id)
+        self._hold(request.request_id, keys)
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        pins: set[str] = set()
-        if tokens:
-            found = (tokens + num_computed_tokens) // self.options.chunk_tokens
-            pins.update(self._keys(request, [], request.num_tokens)[:found])
-        self._tiers.books.pins[request.request_id] = pins
+        end = num_computed_tokens + tokens if tokens else 0
+        self._release_claim(request.request_id)
+        self._hold(request.request_id, keys[: -(-end // self.options.chunk_tokens)])
         return tokens, is_async
 
+    def _hold(self, req_id: str, keys: list[str]) -> None:
+        self._cache.holds.take(keys)
+        self._claimed[req_id] = keys
+
+    def _release_claim(self, req_id: str) -> None:
+        self._cache.holds.release(self._claimed.pop(req_id, ()))
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Hold what the step loads, once per rank; release the claims.
+
+        A request that was not admitted is looked up again in the next step.
+        """
         metadata = super().build_connector_meta(scheduler_output)
-        # Unpin the chunks of requests that were not admitted or are finished.
-        pins = self._tiers.books.pins
-        for req_id in list(pins):
-            if req_id not in scheduler_output.num_scheduled_tokens and req_id not in self._loading:
-                del pins[req_id]
+        assert isinstance(metadata, ReferenceMetadata)
+        for load in metadata.loads:
+            self._cache.holds.take(chunks_of(load), self._world)
+        for req_id in list(self._claimed):
+            self._release_claim(req_id)
         return metadata
 
-    def update_connector_output(self, connector_output: Any) -> None:
-        super().update_connector_output(connector_output)
-        pins = self._tiers.books.pins
-        for req_id in list(pins):
-            if req_id not in self._loading:
-                del pins[req_id]
-
     def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
-        self._tiers.books.pins.pop(request.request_id, None)
+        self._release_claim(request.request_id)
         return super().request_finished(request, block_ids)
 
+    # -- Worker half
 
-class TieredLfu(Tiered):
-    """Evicts the least frequently used chunk."""
+    def wait_for_save(self) -> None:
+        """Release what the step has loaded: all layers are read."""
+        metadata = self._metadata()
+        is_first_call = metadata is not self._saved
+        super().wait_for_save()
+        for load in metadata.loads if is_first_call else ():
+            if not load.is_async:
+                self._release_load(load)
 
-    lfu = True
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        super()._load(load, layers)
+        if load.is_async:
+            self._release_load(load)
+
+    def _release_load(self, load: Load) -> None:
+        self._cache.holds.release(chunks_of(load))
+
+    def shutdown(self) -> None:
+        for load in self._load_queue.take():
+            self._release_load(load)
+        for req_id in list(self._claimed):
+            self._release_claim(req_id)
+        self._cache.tiers.flush()
+        super().shutdown()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Add what the levels have counted since the last call; one half reports it."""
+        if self.role == KVConnectorRole.SCHEDULER:
+            counts = self._cache.counts()
+            for name, count in counts.items():
+                if count > self._reported.get(name, 0):
+                    self._count(name, count - self._reported.get(name, 0))
+            self._reported = counts
+        return super().get_kv_connector_stats()
+
+    # -- Suite
+
+    def kvconform_inspector(self) -> Inspector:
+        return CacheInspector(self)
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        found = {**super().kvconform_capabilities(extra_config), "leases": True}
+        if extra_config.get("store_chunks") is not None:
+            # How long it keeps a chunk depends on the other chunks.
+            found |= {"best_effort": True, "kv_events": False}
+        return found
+
+
+def chunks_of(load: Load) -> list[str]:
+    """Return the chunks that a load reads."""
+    return [piece.key for piece in load.pieces]
+
+
+class CacheInspector(Inspector):
+    """Shows the suite the levels, too."""
+
+    def __init__(self, connector: Tiered) -> None:
+        self._connector = connector
+
+    def cache(self) -> dict[str, Any]:
+        """Return how many holds there are (`held`), and of each level its state (`levels`).
+
+        Of a level: `name`, `entries`, `bound` (None: none), `held` entries, and counts.
+        """
+        cache = self._connector._cache
+        levels = []
+        for level in cache.tiers.levels:
+            keys = level.stored(VALUES)
+            held = sum(chunk_of(key) in cache.holds for key in keys)
+            levels.append(
+                {"name": level.name, "entries": len(keys), "bound": level.bound, "held": held}
+                | vars(level.counts)
+            )
+        return {"held": len(cache.holds), "levels": levels}
+
+    def cached(self, request: Request) -> list[int]:
+        """Return how many of a request's first tokens the levels have.
+
+        Number i is about the first i + 1 levels together.
+        """
+        connector = self._connector
+        keys = connector._keys(request, [], request.num_tokens)
+        depths = [self._depth(key) for key in keys]
+        found: list[int] = []
+        for number in range(len(connector._cache.tiers.levels)):
+            deeper = (index for index, depth in enumerate(depths) if depth > number)
+            found.append(next(deeper, len(keys)) * connector.options.chunk_tokens)
+        return found
+
+    def _depth(self, key: str) -> int:
+        """Return the number of the level down to which the shards of a chunk are spread.
+
+        If one of them is in no level, it is the number of levels.
+        """
+        levels = self._connector._cache.tiers.levels
+        return max(
+            next((number for number, level in enumerate(levels) if level.exists(name)), len(levels))
+            for name in self._connector._store.names(key)
+        )

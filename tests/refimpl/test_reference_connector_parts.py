@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +15,11 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
+from kvconform.refimpl.cache.chunks import ChunkStore, open_store
 from kvconform.refimpl.delay import Countdown
 from kvconform.refimpl.keys import extend_keys
 from kvconform.refimpl.paging import read_slots, slots_of, write_slots
 from kvconform.refimpl.plan import cut
-from kvconform.refimpl.store import DirectoryStore, MemoryStore, Store
 
 BLOCK = 4
 
@@ -152,13 +151,12 @@ def test_bytes_survive_permuted_strides(dtype: torch.dtype) -> None:
 
 
 @pytest.fixture(params=["memory", "directory"])
-def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> list[Store]:
-    if request.param == "memory":
-        return [MemoryStore(str(tmp_path), rank, 2) for rank in range(2)]
-    return [DirectoryStore(tmp_path, rank, 2) for rank in range(2)]
+def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> list[ChunkStore]:
+    url = f"memory:{tmp_path}" if request.param == "memory" else str(tmp_path)
+    return [open_store(url, rank, 2) for rank in range(2)]
 
 
-def test_a_chunk_is_there_when_every_rank_has_committed_it(ranks: list[Store]) -> None:
+def test_a_chunk_is_there_when_every_rank_has_committed_it(ranks: list[ChunkStore]) -> None:
     for store in ranks:
         store.put(0, "k", "layer/1", b"data")
         assert not any(other.has("k") for other in ranks)
@@ -170,7 +168,7 @@ def test_a_chunk_is_there_when_every_rank_has_committed_it(ranks: list[Store]) -
     assert not ranks[0].has("k")
 
 
-def test_a_store_under_way_at_a_reset_never_appears(ranks: list[Store]) -> None:
+def test_a_store_under_way_at_a_reset_never_appears(ranks: list[ChunkStore]) -> None:
     ranks[0].put(0, "k", "layer", b"data")
     ranks[1].reset()
     for store in ranks:
@@ -180,7 +178,7 @@ def test_a_store_under_way_at_a_reset_never_appears(ranks: list[Store]) -> None:
     assert ranks[0].epoch() == 1
 
 
-@pytest.mark.parametrize("moment", ["makedirs", "open", "replace"])
+@pytest.mark.parametrize("moment", ["mkdir", "open", "replace"])
 def test_a_reset_while_a_file_is_written_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -188,33 +186,47 @@ def test_a_reset_while_a_file_is_written_keeps_nothing(
 
     Found by random workloads on the variant `threads`.
     """
-    store, other = DirectoryStore(tmp_path), DirectoryStore(tmp_path)
-    owner = builtins if moment == "open" else os
-    original, done = getattr(owner, moment), []
+    store, other = open_store(str(tmp_path)), open_store(str(tmp_path))
+    original, done = getattr(os, moment), []
 
     def interrupted(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            ("partial" in str(path) or moment == "makedirs")
-            and "epoch" not in str(path)
-            and not done
-        ):
+        if "/chunks" in str(path) and not done:
             done.append(path)
             other.reset()
-            if moment == "makedirs":  # it was there when it was made, and not when it was looked at
-                raise FileExistsError(path)
         return original(path, *args, **kwargs)
 
-    monkeypatch.setattr(owner, moment, interrupted)
+    monkeypatch.setattr(os, moment, interrupted)
     store.put(0, "k", "layer", b"data")
-    assert done
     store.commit(0, "k")
+    assert done
     assert other.epoch() == 1
     assert not other.has("k")
     assert list(other.keys()) == []
+    assert [path for path in tmp_path.rglob("*") if path.suffix != ".kv" and path.is_file()] == []
+
+
+def test_two_saves_of_one_chunk_in_a_step_store_it_whole(ranks: list[ChunkStore]) -> None:
+    """Layer by layer, both put their layers before either commits."""
+    for store in ranks:
+        for layer in ("0", "1"):
+            store.put(0, "k", layer, b"layer " + layer.encode())
+            store.put(0, "k", layer, b"layer " + layer.encode())
+        store.commit(0, "k")
+        store.commit(0, "k")
+    assert [store.get("k", "1") for store in ranks] == [b"layer 1", b"layer 1"]
+
+
+def test_what_is_put_and_not_committed_in_a_step_is_dropped(ranks: list[ChunkStore]) -> None:
+    for store in ranks:
+        store.put(0, "k", "0", b"of an abandoned save")
+        store.discard()
+        store.put(0, "k", "1", b"layer 1")
+        store.commit(0, "k")
+    assert ranks[0].get("k", "0") is None and ranks[0].get("k", "1") == b"layer 1"
 
 
 def test_what_an_earlier_epoch_still_writes_changes_no_chunk_of_this_one(
-    ranks: list[Store],
+    ranks: list[ChunkStore],
 ) -> None:
     ranks[1].reset()
     for store in ranks:

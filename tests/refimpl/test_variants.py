@@ -8,16 +8,13 @@ schedulings; `python -m kvconform.dev.sweep` runs everything, over many seeds.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvconform.config.target import Target
 from kvconform.contract.case import Variant
 from kvconform.contract.loader import load_spec
-from kvconform.refimpl.store import MemoryStore
 from kvconform.refimpl.variants.registry import NOT_RECOMMENDED, VARIANTS
-from kvconform.refimpl.variants.tiers import HOST_CHUNKS, Tiers
 from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
@@ -36,6 +33,9 @@ MATTERS = {  # what is only different elsewhere
     "instance-hooks": ("multi.after-winner",),
     "one-group-only": ("groups.chunked",),
     "save-budget": ("lifecycle.thirty-requests",),
+    "three-levels": ("cache.pressure", "cache.promoted"),
+    "tiered-lfu": ("cache.pressure",),
+    "tiered-lru": ("cache.demoted",),
     "threads": ("lifecycle.pickled-metadata",),
     "uneven": ("lifecycle.abort-preempted",),
     "unreliable": ("preemption.twice",),
@@ -81,48 +81,3 @@ def test_a_correct_connector_fails_nothing(name: str, tmp_path: Path) -> None:
         {NOT_RECOMMENDED[name]} if name in NOT_RECOMMENDED else set()
     ), failed
     assert judged >= 10
-
-
-# -- two tiers
-
-
-def filled(tmp_path: Path, count: int, *, lfu: bool = False, pinned: tuple[str, ...] = ()) -> Tiers:
-    MemoryStore._named.clear()
-    tiers = Tiers(str(tmp_path / "store"), lfu, 0, 1)
-    tiers.books.pins["a request"] = set(pinned)
-    for number in range(count):
-        store_one(tiers, f"k{number}")
-    return tiers
-
-
-def store_one(tiers: Tiers, key: str) -> None:
-    tiers.put(0, key, "layer", key.encode())
-    tiers.commit(0, key)
-
-
-def test_what_leaves_the_host_goes_to_the_disk_and_comes_back(tmp_path: Path) -> None:
-    tiers = filled(tmp_path, HOST_CHUNKS + 1)
-    assert list(tiers.books.disk) == ["k0"]
-    assert all(tiers.has(f"k{number}") for number in range(HOST_CHUNKS + 1))
-    assert tiers.get("k0", "layer") == b"k0"
-    # k0 was promoted, and k1 went to disk
-    assert list(tiers.books.host)[-1] == "k0" and "k1" in tiers.books.disk
-
-
-def test_lru_and_lfu_choose_different_victims(tmp_path: Path) -> None:
-    victims: dict[bool, Any] = {}
-    for lfu in (False, True):
-        tiers = filled(tmp_path / str(lfu), HOST_CHUNKS, lfu=lfu)
-        for _ in range(3):
-            tiers.get("k0", "layer")  # used often, but longest ago in the end
-        for number in range(1, HOST_CHUNKS):
-            tiers.get(f"k{number}", "layer")
-        store_one(tiers, "new")
-        victims[lfu] = list(tiers.books.disk)
-    assert victims[False] == ["k0"]
-    assert victims[True] != ["k0"] and len(victims[True]) == 1
-
-
-def test_a_pinned_chunk_stays_on_its_tier(tmp_path: Path) -> None:
-    tiers = filled(tmp_path, HOST_CHUNKS + 2, pinned=("k0",))
-    assert "k0" in tiers.books.host and list(tiers.books.disk) == ["k1", "k2"]

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The systems that the suite covers, by row (spec/systems.yaml), for docs/systems.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+
+from pydantic import Field
+
+from kvconform.contract.loader import Spec
+from kvconform.contract.requirement import Model
+from kvconform.contract.yaml12 import parse
+from kvconform.errors import UsageError
+
+SECTIONS = {
+    "A": "Asynchronous scheduling and placeholders",
+    "B": "The adapter: scheduler half and worker half",
+    "C": "The cache behind the connector",
+    "D": "Uses",
+}
+
+
+class Row(Model):
+    """One system, and what covers it. `missing` says what it lacks; None: nothing."""
+
+    row: str = Field(pattern=r"^[A-D][0-9]+$")
+    about: str = Field(min_length=1)
+    judged: list[str] = []
+    provoked: list[str] = []
+    built: list[str] = []
+    bites: list[str] = []
+    missing: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the row lacks nothing."""
+        return self.missing is None
+
+    def problems(self, spec: Spec, root: Path) -> list[str]:
+        """Return a sentence per name that does not exist, and per empty column of a done row."""
+        known: dict[str, Collection[str]] = {
+            "judged": spec.requirements,
+            "provoked": {**spec.cases, **spec.scenarios},
+            "built": (),
+            "bites": spec.defects,
+        }
+        found = []
+        for column, names in known.items():
+            listed: list[str] = getattr(self, column)
+            if self.is_done and not listed:
+                found.append(
+                    f"{self.row} has nothing in `{column}`, and does not say what is missing"
+                )
+            for name in listed:
+                is_path = column in ("built", "provoked") and (root / name).exists()
+                if name not in names and not is_path:
+                    found.append(f"{self.row} names {name} in `{column}`, which does not exist")
+        return found
+
+
+def load(spec: Spec, root: Path) -> list[Row]:
+    """Return the rows of spec/systems.yaml. UsageError for one that names what does not exist."""
+    text = (root / "spec" / "systems.yaml").read_text(encoding="utf-8")
+    rows = [Row.model_validate(raw) for raw in parse(text, "spec/systems.yaml")]
+    twice = [name for name, count in Counter(row.row for row in rows).items() if count > 1]
+    problems = [f"{name} is listed twice" for name in twice]
+    problems += [problem for row in rows for problem in row.problems(spec, root)]
+    if problems:
+        raise UsageError(f"spec/systems.yaml: {problems[0]}")
+    return rows

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches the cache behind a connector, if its Inspector shows it.
+
+Such an Inspector has two methods more (docs/guide-connector-authors.md): `cache()` returns the
+state of the levels, and `cached(request)` what they have of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvconform.contract.trace import Event, Trace
+from kvconform.observe.call import Call
+from kvconform.observe.probe import Probe
+
+
+def shows_cache(inspector: Any) -> bool:
+    """Return whether an Inspector shows the cache, too."""
+    return callable(getattr(inspector, "cache", None))
+
+
+class CacheObserver:
+    """Emits cache.lookup, cache.loaded, cache.state and cache.ended. Changes nothing.
+
+    `requests`: the engine's requests by id. `block_size`: in tokens.
+    """
+
+    def __init__(
+        self, trace: Trace, inspector: Any, requests: Mapping[str, Any], block_size: int
+    ) -> None:
+        self.trace = trace
+        self._inspector = inspector
+        self._requests = requests
+        self._block_size = block_size
+        self._last: dict[str, Any] | None = None
+
+    def listen(self, probe: Probe) -> None:
+        """Look at the cache after every lookup."""
+        probe.on("get_num_new_matched_tokens", after=self._looked_up)
+
+    def _looked_up(self, call: Call) -> None:
+        if call.error is not None or not call.legal:
+            return
+        request = call.arg(0, "request")
+        cached = self._inspector.cached(request)
+        usable = min(cached[-1], request.num_tokens - 1)
+        self.trace.emit(
+            "cache.lookup",
+            req=request.request_id,
+            local=call.arg(1, "num_computed_tokens"),
+            tokens=call.result[0],
+            usable=usable - usable % self._block_size,
+            room=_has_room(self._inspector.cache()),
+            cached=cached,
+        )
+
+    def after_step(self, events: list[Event]) -> None:
+        """Look at the cache after a step, of which these are the events so far."""
+        state = self._inspector.cache()
+        for event in events:
+            arrived = event["kind"] == "load.due" and not event["missing"]
+            if arrived and not event["reported_failed"] and event["req"] in self._requests:
+                self.trace.emit(
+                    "cache.loaded",
+                    req=event["req"],
+                    end=event["local"] + event["granted"],
+                    cached=self._inspector.cached(self._requests[event["req"]]),
+                    room=_has_room(state),
+                )
+        if state != self._last:
+            self._last = state
+            self.trace.emit("cache.state", **state)
+
+    def at_rest(self) -> None:
+        """Look at the cache at the end, when the engine has nothing left to do."""
+        self.trace.emit("cache.ended", **self._inspector.cache())
+
+
+def _has_room(state: Mapping[str, Any]) -> bool:
+    """Return whether the first level could take one more entry without an eviction."""
+    top = state["levels"][0]
+    return top["bound"] is None or top["entries"] < top["bound"]

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache behind the reference connector: back ends by URL, bounded tiers, eviction, statistics.
+
+It is an example for connector authors, and does not need vLLM. From the bottom upwards:
+
+- `backend`: what a back end is: bytes by key. `memory`, `file`, `http`, `redis_server`, `s3`: the
+  back ends. `urls` opens one by its URL.
+- `seal`: the header of a stored value, which shows damage and mistaken keys.
+- `eviction`: which entry goes when a level is full. `holds`: which entries must stay.
+- `tiers`: levels of back ends, which are a back end together.
+- `chunks`: the store of a connector's rank: chunks of KV, layer by layer, over a back end.
+"""

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol of a store's back end, and its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+
+class StoreError(Exception):
+    """A back end did not do what was asked: it does not respond, is full, or is read-only."""
+
+
+class MissingPackage(ModuleNotFoundError):
+    """An optional package that a back end needs is not installed."""
+
+    def __init__(self, scheme: str, package: str) -> None:
+        super().__init__(
+            f"a store at {scheme}: needs the package {package}, which is not installed "
+            "(pip install 'kvconform[stores]')",
+            name=package,
+        )
+
+
+class Backend(Protocol):
+    """Values by key. Keys are texts whose parts are separated by `/`; values are bytes.
+
+    Every method may raise StoreError. A value is visible as a whole or not at all; the last of
+    several writers wins.
+    """
+
+    def exists(self, key: str) -> bool:
+        """Return whether there is a value."""
+
+    def get(self, key: str) -> bytes | None:
+        """Return the value; None if there is none."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store a value, in the place of an earlier one."""
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """Yield the keys that begin with `prefix`, in any order."""
+
+    def delete(self, key: str) -> None:
+        """Remove a value, if there is one."""
+
+    def close(self) -> None:
+        """Release connections. May be called twice."""

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values on a small HTTP server, for tests and demonstrations; it needs no package.
+
+The server is started with `python -m kvconform.refimpl.cache.http PORT`. It listens on the loopback
+device only. `POST /clear` makes it forget everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import quote, unquote, urlsplit
+
+from kvconform.refimpl.cache.backend import StoreError
+from kvconform.refimpl.cache.memory import MemoryBackend
+
+
+class HttpBackend:
+    """A client of the server at `http://HOST:PORT`; `patience`: seconds until a call fails."""
+
+    def __init__(self, url: str, patience: float) -> None:
+        self._place = urlsplit(url).netloc
+        self._patience = patience
+
+    def exists(self, key: str) -> bool:
+        return self._call("HEAD", key) is not None
+
+    def get(self, key: str) -> bytes | None:
+        return self._call("GET", key)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._call("PUT", key, value)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        return iter(json.loads(self._call("POST", prefix) or b"[]"))
+
+    def delete(self, key: str) -> None:
+        self._call("DELETE", key)
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+    def _call(self, method: str, key: str, value: bytes | None = None) -> bytes | None:
+        """Return the body of the response; None if the key has no value."""
+        link = http.client.HTTPConnection(self._place, timeout=self._patience)
+        try:
+            link.request(method, f"/values/{quote(key, safe='')}", value)
+            response = link.getresponse()
+            body = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise StoreError(f"the server did not respond: {error}") from error
+        finally:
+            link.close()
+        if response.status == 404:
+            return None
+        if response.status != 200:
+            raise StoreError(f"the server responded with status {response.status}")
+        return body
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Handler of the server: GET, HEAD, PUT and DELETE of values, POST for a list or `/clear`."""
+
+    protocol_version = "HTTP/1.1"
+    values = MemoryBackend("of the server")
+
+    def do_GET(self) -> None:
+        value = self.values.get(self._key())
+        self._respond(404 if value is None else 200, value or b"")
+
+    do_HEAD = do_GET
+
+    def do_PUT(self) -> None:
+        self.values.set(self._key(), self._body())
+        self._respond(200)
+
+    def do_DELETE(self) -> None:
+        self.values.delete(self._key())
+        self._respond(200)
+
+    def do_POST(self) -> None:
+        self._body()
+        if self.path != "/clear":
+            self._respond(200, json.dumps([*self.values.list(self._key())]).encode())
+            return
+        for key in self.values.list():
+            self.values.delete(key)
+        self._respond(200)
+
+    def _key(self) -> str:
+        return unquote(self.path.removeprefix("/values/"))
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def _respond(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

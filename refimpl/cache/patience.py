@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of the time that a server which does not respond can cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import ClassVar, TypeVar
+
+from kvconform.refimpl.cache.backend import Backend, StoreError
+
+T = TypeVar("T")
+
+PATIENCE = 1.0
+"""Default time-out of a call, and pause of all calls after a failed one, in seconds."""
+
+
+class Patient:
+    """A back end on a server, which this process does not call for a while after a failed call.
+
+    Without the pause, each hook of the connector would wait for the time-out again.
+    """
+
+    silent: ClassVar[dict[str, float]] = {}
+    """Until when a server is not called, by its name."""
+
+    def __init__(self, backend: Backend, server: str, patience: float = PATIENCE) -> None:
+        self._backend = backend
+        self._server = server
+        self._patience = patience
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the server is not called now."""
+        return time.monotonic() < self.silent.get(self._server, 0.0)
+
+    def _call(self, call: Callable[[], T]) -> T:
+        if self.is_silent:
+            raise StoreError("the server did not respond to a recent call")
+        try:
+            return call()
+        except StoreError:
+            self.silent[self._server] = time.monotonic() + self._patience
+            raise
+
+    def exists(self, key: str) -> bool:
+        return self._call(lambda: self._backend.exists(key))
+
+    def get(self, key: str) -> bytes | None:
+        return self._call(lambda: self._backend.get(key))
+
+    def set(self, key: str, value: bytes) -> None:
+        self._call(lambda: self._backend.set(key, value))
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        return iter(self._call(lambda: [*self._backend.list(prefix)]))
+
+    def delete(self, key: str) -> None:
+        self._call(lambda: self._backend.delete(key))
+
+    def close(self) -> None:
+        self._backend.close()

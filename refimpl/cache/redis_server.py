@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values on a Redis server, `redis://[:PASSWORD@]HOST:PORT/DATABASE`; needs the package redis."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from kvconform.refimpl.cache.backend import MissingPackage, StoreError
+
+T = TypeVar("T")
+
+PREFIX = "kvconform:"
+"""Start of the names on the server, which may have other users."""
+
+
+class RedisBackend:
+    """A client; `patience`: seconds until a call fails. A call is not retried."""
+
+    def __init__(self, url: str, patience: float) -> None:
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ModuleNotFoundError:
+            raise MissingPackage("redis", "redis") from None
+        self._error = redis.RedisError
+        self._server: Any = redis.Redis.from_url(
+            url,
+            socket_timeout=patience,
+            socket_connect_timeout=patience,
+            retry=Retry(NoBackoff(), 0),
+        )
+
+    def _call(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except self._error as error:
+            raise StoreError(f"Redis: {type(error).__name__}") from error
+
+    def exists(self, key: str) -> bool:
+        return self._call(lambda: bool(self._server.exists(PREFIX + key)))
+
+    def get(self, key: str) -> bytes | None:
+        return self._call(lambda: self._server.get(PREFIX + key))
+
+    def set(self, key: str, value: bytes) -> None:
+        self._call(lambda: self._server.set(PREFIX + key, value))
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        pattern = re.sub(r"([\\*?\[\]])", r"\\\1", PREFIX + prefix) + "*"
+        names = self._call(lambda: [*self._server.scan_iter(match=pattern, count=1000)])
+        return iter([name.decode().removeprefix(PREFIX) for name in dict.fromkeys(names)])
+
+    def delete(self, key: str) -> None:
+        self._call(lambda: self._server.delete(PREFIX + key))
+
+    def close(self) -> None:
+        self._server.close()

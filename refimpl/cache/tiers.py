@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Levels of back ends with bounds, from the fastest to the lowest, which are one back end together.
+
+- A lookup and a read fall through to the first level that has the value.
+- A value read from a lower level is promoted: it is copied to the top level.
+- A value that has to leave a full level is demoted: it moves to the next level, if no lower one has
+  it. A value that leaves the lowest level is lost.
+- What must stay is never moved. If nothing else can go, a new value is stored further down.
+- A level that fails is passed over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kvconform.refimpl.cache.backend import Backend, StoreError
+from kvconform.refimpl.cache.eviction import Evictor, Lru
+
+
+@dataclass
+class Counts:
+    """What happened at one level so far; bytes are those of stored values."""
+
+    hits: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    promoted: int = 0
+    evicted: int = 0
+
+
+@dataclass
+class Level:
+    """One back end, and how many values it may hold (None: any number)."""
+
+    name: str
+    backend: Backend
+    bound: int | None = None
+    entries: Evictor = field(default_factory=Lru)
+    counts: Counts = field(default_factory=Counts)
+
+    def adopt(self, prefix: str) -> None:
+        """Take over the values that the back end has already: those of an earlier process."""
+        for key in sorted(self.stored(prefix)):
+            self.entries.used(key)
+
+    def stored(self, prefix: str = "") -> list[str]:
+        """Return the keys in the back end; none if it fails."""
+        with suppress(StoreError):
+            return [*self.backend.list(prefix)]
+        return []
+
+    def exists(self, key: str) -> bool:
+        with suppress(StoreError):
+            return self.backend.exists(key)
+        return False
+
+    def get(self, key: str) -> bytes | None:
+        """Return the value; None if it is gone or the level fails."""
+        with suppress(StoreError):
+            value = self.backend.get(key)
+            if value is not None:
+                self.entries.used(key)
+            return value
+        return None
+
+    def set(self, key: str, value: bytes) -> None:
+        self.backend.set(key, value)
+        self.entries.used(key)
+        self.counts.bytes_written += len(value)
+
+    def delete(self, key: str) -> None:
+        self.backend.delete(key)
+        self.entries.removed(key)
+
+    def has_room(self, key: str) -> bool:
+        return self.bound is None or key in self.entries or len(self.entries) < self.bound
+
+
+class Tiers:
+    """A back end of several levels. `must_stay`: whether a value must not be evicted now.
+
+    `prefix`: start of the keys that the levels are bounded for.
+    """
+
+    def __init__(
+        self, levels: Sequence[Level], must_stay: Callable[[str], bool], prefix: str = ""
+    ) -> None:
+        self.levels = levels
+        self.misses = 0
+        self.lost = 0
+        """Values that no level took, or that left the lowest one."""
+        self._must_stay = must_stay
+        self._lock = threading.RLock()
+        self._reading: str | None = None
+        for level in levels:
+            level.adopt(prefix)
+
+    def exists(self, key: str) -> bool:
+        return any(level.exists(key) for level in self.levels)
+
+    def get(self, key: str) -> bytes | None:
+        with self._lock:
+            for number, level in enumerate(self.levels):
+                value = level.get(key)
+                if value is not None:
+                    level.counts.hits += 1
+                    level.counts.bytes_read += len(value)
+                    if number > 0:
+                        self._promote(key, value)
+                    self._trim()
+                    return value
+            self.misses += 1
+            return None
+
+    def _promote(self, key: str, value: bytes) -> None:
+        self._reading = key
+        top = self.levels[0]
+        with suppress(StoreError):
+            if self._make_room(0, key):
+                top.set(key, value)
+                top.counts.promoted += 1
+        self._reading = None
+
+    def _trim(self) -> None:
+        """Evict what is beyond the bounds: values that other engines have stored."""
+        for number, level in enumerate(self.levels):
+            if level.bound is not None and len(level.entries) > level.bound:
+                with suppress(StoreError):
+                    self._shrink(number, level.bound)
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._lock:
+            if not self._place(key, value, 0):
+                raise StoreError("no level takes the value")
+
+    def _place(self, key: str, value: bytes, first: int) -> bool:
+        """Store a value at the first level from `first` on that takes it; return whether one did.
+
+        The levels above are done with the value.
+        """
+        for number in range(first, len(self.levels)):
+            with suppress(StoreError):
+                if self._make_room(number, key):
+                    self.levels[number].set(key, value)
+                    return True
+        self.lost += 1
+        return False
+
+    def _make_room(self, number: int, key: str) -> bool:
+        """Evict until the level can take a value of this key; return whether it can."""
+        level = self.levels[number]
+        if level.has_room(key):
+            return True
+        assert level.bound is not None
+        return level.bound > 0 and self._shrink(number, level.bound - 1)
+
+    def _shrink(self, number: int, count: int) -> bool:
+        """Evict until the level has `count` values; return whether it has."""
+        level = self.levels[number]
+        while len(level.entries) > count:
+            victim = level.entries.victim(self._stays)
+            if victim is None:
+                return False
+            self._demote(number, victim)
+            level.delete(victim)
+            level.counts.evicted += 1
+        return True
+
+    def _stays(self, key: str) -> bool:
+        return key == self._reading or self._must_stay(key)
+
+    def _demote(self, number: int, key: str) -> None:
+        """Copy a value that is to leave a level to the next one, unless a lower one has it."""
+        below = self.levels[number + 1 :]
+        if any(level.exists(key) for level in below):
+            return
+        value = self.levels[number].get(key)
+        if value is not None:
+            self._place(key, value, number + 1)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        found: dict[str, None] = {}
+        for level in self.levels:
+            found |= dict.fromkeys(level.stored(prefix))
+        return iter(found)
+
+    def delete(self, key: str) -> None:
+        """Remove a value from all levels. StoreError if one of them fails."""
+        with self._lock:
+            failed = None
+            for level in self.levels:
+                try:
+                    level.delete(key)
+                except StoreError as error:
+                    failed = error
+            if failed is not None:
+                raise failed
+
+    def flush(self) -> None:
+        """Copy to the lowest level what only the others have, so that it outlives the process.
+
+        A level that is full of other values keeps them.
+        """
+        lowest = self.levels[-1]
+        with self._lock, suppress(StoreError):
+            for level in self.levels[:-1]:
+                for key in level.stored():
+                    if lowest.has_room(key) and not lowest.exists(key):
+                        lowest.set(key, level.get(key) or b"")
+
+    def close(self) -> None:
+        for level in self.levels:
+            level.backend.close()

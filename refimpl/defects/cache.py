@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planted defects: the cache behind a connector, its levels, bounds and holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvconform.refimpl.cache.chunks import ChunkStore
+from kvconform.refimpl.cache.holds import Holds
+from kvconform.refimpl.cache.seal import packed, seal, unpacked, unseal
+from kvconform.refimpl.cache.tiers import Tiers
+from kvconform.refimpl.connector import Finish
+from kvconform.refimpl.plan import Load, ReferenceMetadata
+from kvconform.refimpl.variants.tiers import Tiered
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+# -- holds
+
+
+class _EvictsHeld(Tiers):
+    def _stays(self, key: str) -> bool:
+        return key == self._reading
+
+
+class EvictsPinned(Tiered):
+    """Evicts the chunk that is next in the order, although a request was promised it (B110)."""
+
+    tiers_kind = _EvictsHeld
+
+
+class EvictsWhileReading(Tiered):
+    """Holds what it has claimed until the load begins, and not until it has ended."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, ReferenceMetadata)
+        for load in metadata.loads:
+            super()._release_load(load)
+        return metadata
+
+    def _release_load(self, load: Load) -> None:
+        return
+
+
+class LeaksPins(Tiered):
+    """Releases a claim when its request is admitted, which may never happen (B058)."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._admitted: set[str] = set()
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._admitted.add(request.request_id)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        waiting = {req: keys for req, keys in self._claimed.items() if req not in self._admitted}
+        self._claimed = {req: self._claimed[req] for req in self._claimed if req not in waiting}
+        metadata = super().build_connector_meta(scheduler_output)
+        self._claimed |= waiting
+        self._admitted.clear()
+        return metadata
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
+        self._claimed.pop(request.request_id, None)
+        return super().request_finished(request, block_ids)
+
+
+class _OneForAll(Holds):
+    """Knows which chunks are held, and not how often."""
+
+    def release(self, chunks: Iterable[str]) -> None:
+        for chunk in chunks:
+            self._counts.pop(chunk, None)
+
+
+class SharesPins(Tiered):
+    """Releases a chunk for all when one request is done with it (B147)."""
+
+    holds_kind = _OneForAll
+
+
+# -- levels
+
+
+class _Grows(Tiers):
+    def _make_room(self, number: int, key: str) -> bool:
+        return True
+
+    def _trim(self) -> None:
+        return
+
+
+class NeverEvicts(Tiered):
+    """Has bounds in its options, and does not look at them."""
+
+    tiers_kind = _Grows
+
+
+class _PromotesFreely(Tiers):
+    def _promote(self, key: str, value: bytes) -> None:
+        self.levels[0].set(key, value)
+
+    def _trim(self) -> None:
+        return
+
+
+class GrowsOnPromotion(Tiered):
+    """Evicts when it stores, and not when it promotes."""
+
+    tiers_kind = _PromotesFreely
+
+
+class _TopOnly(Tiers):
+    def exists(self, key: str) -> bool:
+        return self.levels[0].exists(key)
+
+
+class LooksAtTheTop(Tiered):
+    """Looks up the first level only; what was moved to lower ones is never found."""
+
+    tiers_kind = _TopOnly
+
+
+class _Forgets(Tiers):
+    def _demote(self, number: int, key: str) -> None:
+        return
+
+
+class LosesOnDemotion(Tiered):
+    """Evicts from the first level, and does not store in the next one."""
+
+    tiers_kind = _Forgets
+
+
+class _Reads(Tiers):
+    def _promote(self, key: str, value: bytes) -> None:
+        return
+
+
+class NeverPromotes(Tiered):
+    """Reads from lower levels again and again."""
+
+    tiers_kind = _Reads
+
+
+class _Halves(Tiers):
+    """Seals what it has copied so far as if it were all."""
+
+    def _promote(self, key: str, value: bytes) -> None:
+        layers = unpacked(unseal(key, value) or b"")
+        half = dict(list(layers.items())[: len(layers) // 2])
+        super()._promote(key, seal(key, packed(half)))
+
+
+class PromotesHalf(Tiered):
+    """Copies half of a chunk's layers to the first level, and finds the chunk there."""
+
+    tiers_kind = _Halves
+
+
+class _Trusting(ChunkStore):
+    """Takes what is stored for what was stored, and fills up what is missing."""
+
+    lengths: ClassVar[dict[str, int]] = {}
+
+    def commit(self, epoch: int, key: str) -> None:
+        super().commit(epoch, key)
+        name = self._name(epoch, key, self._rank)
+        self.lengths[name] = len(self.backend.get(name) or b"")
+
+    def _opened(self, name: str, stored: bytes | None) -> dict[str, bytes]:
+        if stored is None:
+            return {}
+        whole = stored.ljust(self.lengths.get(name, 0), b"\0")
+        start = len(seal(name, b""))
+        return unpacked(whole[start:])
+
+
+class ServesTornWrites(Tiered):
+    """Does not verify what a level returns: a half-written value is served as a whole one."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        parallel = vllm_config.parallel_config
+        durable = self._cache.tiers.levels[-1].backend
+        self._store = _Trusting(self._cache.tiers, parallel.rank, self._world, durable)
+        self._faults._store = self._store

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the stores behind the reference connector: each back end, and what stores do wrong."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvconform.config.target import Target
+from kvconform.contract.loader import load_spec
+from kvconform.process.servers import Servers
+from kvconform.refimpl.cache import urls
+from kvconform.refimpl.cache.backend import MissingPackage, StoreError
+from kvconform.refimpl.cache.chunks import EPOCH, ChunkStore, open_store
+from kvconform.refimpl.cache.file import FileBackend
+from kvconform.refimpl.cache.memory import MemoryBackend
+from kvconform.refimpl.cache.patience import Patient
+from kvconform.refimpl.cache.seal import packed, seal, unpacked, unseal
+from kvconform.refimpl.cache.urls import open_backend
+from kvconform.run import smoke
+from kvconform.run.case import run_and_judge
+from stores import KINDS, SERVED, served, url_of
+
+SPEC = load_spec()
+BUSY, SHORT = 20.0, 3.0
+"""Seconds of patience: for servers on a busy machine, and for one that does not respond."""
+KEYS = ("chunks/0/k/0", "chunks/0/k/1", "a b/../ä*[?]", "x", "x/y", ".", "..", "a//b", "%2E", "%")
+"""Also keys that would lead out of the store if they were paths or patterns."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def opened(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """A store of each kind; its server runs while the tests of this kind do."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        url_of(request.param, tmp_path_factory.mktemp(request.param), patch) as found,
+    ):
+        yield found
+
+
+@pytest.fixture
+def url(opened: str) -> str:
+    """An empty store of each kind."""
+    backend = open_backend(opened, BUSY)
+    for key in [*backend.list()]:
+        backend.delete(key)
+    return opened
+
+
+@pytest.fixture(autouse=True)
+def _forget_failures() -> Iterator[None]:
+    Patient.silent.clear()
+    yield
+    Patient.silent.clear()
+
+
+# -- every back end
+
+
+def test_values_come_back_by_key(url: str, tmp_path: Path) -> None:
+    backend = open_backend(url, BUSY)
+    assert [*backend.list()] == [] and not backend.exists("x") and backend.get("x") is None
+    backend.delete("x")
+    for key in KEYS:
+        backend.set(key, key.encode() * 3 + b"\0\xff")
+    again = open_backend(url, BUSY)
+    assert all(again.exists(key) and again.get(key) == key.encode() * 3 + b"\0\xff" for key in KEYS)
+    assert sorted(again.list()) == sorted(KEYS)
+    assert sorted(again.list("chunks/0/")) == ["chunks/0/k/0", "chunks/0/k/1"]
+    assert sorted(again.list("a b/../ä*")) == ["a b/../ä*[?]"]
+    backend.set("x", b"")
+    assert again.get("x") == b"" and again.get("x/y") == b"x/yx/yx/y\0\xff"
+    for key in KEYS:
+        backend.delete(key)
+    assert [*again.list()] == []
+    backend.close()
+    backend.close()
+
+
+def test_a_chunk_store_works_over_every_back_end(url: str) -> None:
+    ranks = [open_store(url, rank, 2, BUSY) for rank in range(2)]
+    for store in ranks:
+        store.put(0, "k", "layer/0", b"zero")
+        store.put(0, "k", "layer/1", bytes(range(256)))
+        assert not ranks[0].has("k")
+        store.commit(0, "k")
+    assert ranks[1].has("k") and ranks[0].get("k", "layer/1") == bytes(range(256))
+    assert ranks[0].reset()
+    assert not ranks[1].has("k") and ranks[1].epoch() == 1 and [*ranks[1].keys()] == []
+    assert [*ranks[0].backend.list("chunks/")] == []
+
+
+# -- tenants
+
+
+def test_a_value_is_served_under_its_own_key_only(url: str) -> None:
+    """One tenant's value, moved to the key of another, is no value."""
+    store = open_store(url, patience=BUSY)
+    store.put(0, "of-tenant-1", "layer", b"secret")
+    store.commit(0, "of-tenant-1")
+    theirs, mine = (store._name(0, f"of-tenant-{number}", 0) for number in (1, 2))
+    stolen = store.backend.get(theirs)
+    assert stolen is not None and b"secret" in stolen
+    store.backend.set(mine, stolen)
+    assert store.has("of-tenant-2") and store.get("of-tenant-2", "layer") is None
+
+
+@pytest.mark.parametrize("key", ["../outside", "..", "/etc/passwd", "a/../../outside", "~root"])
+def test_no_key_leads_out_of_the_directory(tmp_path: Path, key: str) -> None:
+    backend = FileBackend(str(tmp_path / "store"))
+    backend.set(key, b"value")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 1 and (tmp_path / "store") in files[0].resolve().parents
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        FileBackend(str(tmp_path / "new" / "store")).set("a/b", b"value")
+    finally:
+        os.umask(before)
+    found = {
+        str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode)
+        for path in tmp_path.rglob("*")
+    }
+    assert found == {
+        "new": 0o700,
+        "new/store": 0o700,
+        "new/store/a": 0o700,
+        "new/store/a/b.kv": 0o600,
+    }
+
+
+# -- damage
+
+
+def test_only_what_was_sealed_is_unsealed() -> None:
+    data = packed({"layer": b"bytes", "other": b""})
+    stored = seal("key", data)
+    assert unpacked(unseal("key", stored) or b"") == {"layer": b"bytes", "other": b""}
+    assert unseal("other", stored) is None
+    for length in range(len(stored)):
+        assert unseal("key", stored[:length]) is None
+    for place in range(len(stored)):
+        flipped = bytearray(stored)
+        flipped[place] ^= 1
+        assert unseal("key", bytes(flipped)) is None
+    assert unseal("key", stored + b"\0") is None
+    assert unpacked(b"no safetensors") == {}
+
+
+def test_nothing_is_unpickled() -> None:
+    """The modules that read stores import nothing that executes what it reads."""
+    folder = Path(urls.__file__).parent
+    for path in folder.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not [
+            word for word in ("import pickle", "torch.load", "eval(", "marshal") if word in text
+        ]
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"", b"garbage", seal("another key", b"7"), seal(EPOCH, b"")[:9]]
+)
+def test_a_damaged_number_of_resets_hides_everything(damaged: bytes) -> None:
+    """Which chunks are from before a reset is unknown: none is served, until the next reset."""
+    store = ChunkStore(MemoryBackend())
+    store.put(0, "k", "layer", b"data")
+    store.commit(0, "k")
+    store.backend.set(EPOCH, damaged)
+    assert not store.has("k") and [*store.keys()] == []
+    assert store.reset() and store.epoch() == 1
+
+
+# -- back ends that fail
+
+
+class Failing(MemoryBackend):
+    """Raises in every method whose name is in `fails`."""
+
+    fails: tuple[str, ...] = ()
+
+    def __getattribute__(self, name: str) -> object:
+        if name in object.__getattribute__(self, "fails"):
+            raise StoreError(f"{name} fails")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("fails", ["exists", "get", "set", "list", "delete"])
+def test_a_failing_back_end_is_a_store_that_finds_less(fails: str) -> None:
+    store = ChunkStore(Failing())
+    store.put(0, "good", "layer", b"data")
+    store.commit(0, "good")
+    store.backend.fails = (fails,)  # type: ignore[attr-defined]
+    store.put(0, "k", "layer", b"data")
+    store.commit(0, "k")
+    assert store.get("good", "layer") == (None if fails in ("exists", "get") else b"data")
+    store.drop("good")
+    assert store.reset() == (fails in ("exists", "get", "delete"))
+    assert [*store.keys()] == []
+    store.backend.fails = ()  # type: ignore[attr-defined]
+    assert store.has("k") == (fails == "list")
+    assert store.lost == (fails == "set")
+
+
+def test_a_full_disk_and_a_read_only_directory_lose_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(str(tmp_path / "store"))
+    store.put(0, "k", "layer", b"old")
+    store.commit(0, "k")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # a write ends in its middle
+        store.put(0, "big", "layer", bytes(1000))
+        store.commit(0, "big")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert not store.has("big") and store.lost == 1
+    assert [path for path in tmp_path.rglob("*.partial")] == []
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patched:
+        for name in ("mkdir", "replace", "unlink"):
+            patched.setattr(os, name, refuse)
+        store.put(0, "new", "layer", b"data")
+        store.commit(0, "new")
+        assert not store.reset()  # refused, so what was stored may still be served
+        assert store.get("k", "layer") == b"old"
+    assert not store.has("new") and store.lost == 2
+
+
+KILLED = """
+import os, sys
+from kvconform.refimpl.cache.file import FileBackend
+backend, replace = FileBackend(sys.argv[1]), os.replace
+def stop(*paths):
+    print("ready", flush=True)
+    sys.stdin.read()
+backend.set("chunks/0/good/0", b"value")
+os.replace = stop
+backend.set("chunks/0/half/0", b"value" * 1000)
+"""
+
+
+def test_a_writer_that_is_killed_leaves_no_value(tmp_path: Path) -> None:
+    writer = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+    writer.kill()
+    writer.communicate()
+    assert [path.name for path in tmp_path.rglob("*.partial")]
+    backend = FileBackend(str(tmp_path))
+    assert [*backend.list()] == ["chunks/0/good/0"]
+    assert not backend.exists("chunks/0/half/0") and backend.get("chunks/0/half/0") is None
+    backend.set("chunks/0/half/0", b"again")
+    assert backend.get("chunks/0/half/0") == b"again"
+
+
+# -- servers
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_a_server_that_is_slow_or_gone_costs_one_time_out(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(kind, tmp_path, monkeypatch) as settings:
+        (servers,) = Servers.active
+        name = settings.servers[0].name
+        store = open_store(str(settings.extra_config["store"]), patience=SHORT)
+        store.put(0, "k", "layer", b"data")
+        store.commit(0, "k")
+        assert store.get("k", "layer") == b"data"
+        servers.freeze(name)
+        began = time.monotonic()
+        for _ in range(50):
+            assert not store.has("k") and store.get("k", "layer") is None
+        store.put(0, "lost", "layer", b"data")
+        store.commit(0, "lost")
+        assert store.lost == 1 and time.monotonic() - began < 3 * SHORT
+        servers.thaw(name)
+        Patient.silent.clear()
+        assert store.get("k", "layer") == b"data" and not store.has("lost")
+        servers.restart(name)  # without its data
+        Patient.silent.clear()
+        store.discard()
+        assert not store.has("k") and store.get("k", "layer") is None
+        store.put(store.epoch(), "k", "layer", b"again")
+        store.commit(store.epoch(), "k")
+        assert store.get("k", "layer") == b"again"
+
+
+def test_redis_that_is_full_loses_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with url_of("redis", tmp_path, monkeypatch) as url:
+        store = open_store(url, patience=BUSY)
+        store.put(0, "k", "layer", b"data")
+        store.commit(0, "k")
+        import redis
+
+        server = redis.Redis.from_url(url)
+        server.config_set("maxmemory", "1mb")
+        server.config_set("maxmemory-policy", "noeviction")
+        for number in range(3):
+            Patient.silent.clear()
+            store.put(0, f"big{number}", "layer", bytes(600_000))
+            store.commit(0, f"big{number}")
+        Patient.silent.clear()
+        assert store.lost >= 1 and store.get("k", "layer") == b"data"
+
+
+def test_a_pause_after_a_failure_is_not_shared_by_other_servers() -> None:
+    bad, good = Patient(Failing(), "a"), Patient(MemoryBackend(), "b")
+    bad._backend.fails = ("get",)  # type: ignore[attr-defined]
+    with pytest.raises(StoreError):
+        bad.get("k")
+    assert bad.is_silent and not good.is_silent and good.get("k") is None
+
+
+# -- URLs
+
+
+def test_unknown_schemes_and_missing_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match=r"unknown store ftp://; the known schemes are memory, file"
+    ):
+        open_backend("ftp://somewhere")
+    for package, url in (("redis", "redis://127.0.0.1:1/0"), ("boto3", "s3://bucket")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(
+            MissingPackage, match=f"needs the package {package}.*kvconform\\[stores\\]"
+        ):
+            open_backend(url)
+
+
+def test_passwords_name_no_server() -> None:
+    assert urls.server_of("redis://:secret@host:1/0") == "redis://host:1"
+
+
+# -- connectors over them
+
+RUNS = (
+    "cache.demoted[reference-sync-v1-d1-b4]",
+    "cache.pressure[vllm-async-v1-d2-b4]",
+    "identity.two-salts[vllm-async-v1-d2-b4]",
+    "lifecycle.fail-recompute[reference-sync-v1-d1-b4]",
+    "lifecycle.reset-connector[vllm-sync-v1-d1-b4]",
+    "placeholders.conversation[reference-async-v1-d2-b4]",
+    "preemption.after-load[vllm-async-v1-d2-b4]",
+    "ranks.tensor[vllm-async-v1-d2-b4]",
+    "transfer.one-store[reference-sync-v1-d1-b4]",
+)
+
+
+@pytest.mark.parametrize("kind", [*SERVED, "tiers"])
+def test_a_connector_over_a_server_fails_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = 0
+    with served(kind, tmp_path, monkeypatch) as settings:
+        target = smoke.target_of(settings)
+        for number, run in enumerate(RUNS):
+            (variant,) = (v for v in SPEC.cases[run.split("[")[0]].variants() if v.id == run)
+            report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / str(number))
+            assert report.harness_error is None
+            bad = [row for row in report.rows if row.verdict in ("FAIL", "ERROR", "BLOCKED")]
+            bad = [row for row in bad if row.kind == "requirement"]
+            assert [f"{run}: {row.requirement}: {row.message}" for row in bad] == []
+            passed += sum(row.verdict == "PASS" for row in report.rows)
+    assert passed > 150, "little was judged"
+
+
+@pytest.mark.parametrize("case", ["lifecycle.damage-servers"])
+@pytest.mark.parametrize("kind", [*SERVED, "tiers"])
+def test_a_server_that_dies_between_lookup_and_load_costs_no_wrong_token(
+    kind: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(kind, tmp_path, monkeypatch) as settings:
+        target: Target = smoke.target_of(settings)
+        variant = SPEC.cases[case].variants(["vllm"])[0]
+        report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "case")
+        assert report.harness_error is None
+        bad = [row for row in report.rows if row.verdict in ("FAIL", "ERROR")]
+        assert [row.message for row in bad if row.kind == "requirement"] == []

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the levels of a cache: bounds, promotion, demotion, evictors and holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvconform.refimpl.cache.backend import StoreError
+from kvconform.refimpl.cache.eviction import EVICTORS, Lfu, Lru
+from kvconform.refimpl.cache.holds import Holds
+from kvconform.refimpl.cache.memory import MemoryBackend
+from kvconform.refimpl.cache.tiers import Level, Tiers
+
+
+def tiers(
+    *bounds: int | None, stays: Callable[[str], bool] = lambda key: False, evict: str = "lru"
+) -> Tiers:
+    levels = [
+        Level(f"level {number}", MemoryBackend(), bound, EVICTORS[evict]())
+        for number, bound in enumerate(bounds)
+    ]
+    return Tiers(levels, stays)
+
+
+def contents(cache: Tiers) -> list[list[str]]:
+    return [sorted(level.backend.list()) for level in cache.levels]
+
+
+def filled(cache: Tiers, count: int) -> Tiers:
+    for number in range(count):
+        cache.set(f"k{number}", b"v%d" % number)
+    return cache
+
+
+# -- moves
+
+
+def test_what_leaves_a_level_goes_to_the_next_one_and_comes_back() -> None:
+    cache = filled(tiers(2, 3, None), 7)
+    assert contents(cache) == [["k5", "k6"], ["k2", "k3", "k4"], ["k0", "k1"]]
+    assert all(cache.exists(f"k{number}") for number in range(7)) and not cache.exists("k7")
+    assert cache.get("k0") == b"v0"
+    assert contents(cache) == [["k0", "k6"], ["k3", "k4", "k5"], ["k0", "k1", "k2"]]
+    assert [level.counts.hits for level in cache.levels] == [0, 0, 1]
+    assert cache.levels[0].counts.promoted == 1
+    assert [level.counts.evicted for level in cache.levels] == [6, 3, 0]
+    assert cache.get("k7") is None and cache.misses == 1 and cache.lost == 0
+
+
+def test_what_leaves_the_lowest_level_is_lost() -> None:
+    cache = filled(tiers(1, 1), 3)
+    assert contents(cache) == [["k2"], ["k1"]] and cache.get("k0") is None
+
+
+def test_a_value_that_a_lower_level_has_is_not_written_again() -> None:
+    cache = filled(tiers(1, None), 2)
+    written = cache.levels[1].counts.bytes_written
+    for _ in range(4):
+        assert cache.get("k0") == b"v0" and cache.get("k1") == b"v1"
+    assert cache.levels[1].counts.bytes_written == written + len(b"v1")
+
+
+def test_what_must_stay_stays_and_the_new_value_goes_further_down() -> None:
+    held: set[str] = set()
+    cache = filled(tiers(2, 2, stays=held.__contains__), 2)
+    held |= {"k0", "k1"}
+    cache.set("new", b"new")
+    assert contents(cache) == [["k0", "k1"], ["new"]]
+    held.add("new")
+    cache.set("newer", b"newer")
+    held.add("newer")
+    with pytest.raises(StoreError, match="no level takes"):
+        cache.set("newest", b"newest")
+    assert contents(cache) == [["k0", "k1"], ["new", "newer"]] and cache.lost == 1
+    assert cache.get("new") == b"new"  # not promoted: there is no room
+    assert contents(cache)[0] == ["k0", "k1"]
+
+
+def test_deleting_removes_a_value_from_all_levels() -> None:
+    cache = filled(tiers(1, None), 2)
+    cache.get("k0")
+    cache.delete("k0")
+    assert not cache.exists("k0") and [*cache.list()] == ["k1"]
+
+
+def test_a_flush_leaves_nothing_in_the_upper_levels_alone() -> None:
+    cache = filled(tiers(2, 2, None), 3)
+    cache.flush()
+    assert contents(cache)[2] == ["k0", "k1", "k2"]
+    full = filled(tiers(2, 1), 3)
+    full.flush()
+    assert contents(full) == [["k1", "k2"], ["k0"]]
+
+
+def test_levels_take_over_what_an_earlier_process_has_stored() -> None:
+    lower = MemoryBackend()
+    for number in range(3):
+        lower.set(f"chunks/{number}", b"old")
+    lower.set("epoch", b"1")
+    cache = Tiers([Level("disk", lower, 3)], lambda key: False, "chunks/")
+    cache.set("chunks/new", b"new")
+    assert sorted(lower.list()) == ["chunks/1", "chunks/2", "chunks/new", "epoch"]
+
+
+def test_what_another_engine_has_stored_is_found_and_bounded() -> None:
+    lower = MemoryBackend()
+    cache = Tiers([Level("host", MemoryBackend(), 1), Level("disk", lower, 2)], lambda key: False)
+    for number in range(4):
+        lower.set(f"k{number}", b"theirs")
+        assert cache.get(f"k{number}") == b"theirs"
+    assert [len(keys) for keys in contents(cache)] == [1, 2]
+
+
+class Broken(MemoryBackend):
+    def set(self, key: str, value: bytes) -> None:
+        raise StoreError("full")
+
+
+def test_a_level_that_fails_is_passed_over() -> None:
+    levels = [Level("host", Broken(), 2), Level("disk", MemoryBackend())]
+    cache = filled(Tiers(levels, lambda key: False), 2)
+    assert contents(cache) == [[], ["k0", "k1"]] and cache.get("k0") == b"v0"
+
+
+# -- evictors
+
+
+def test_lru_and_lfu_choose_different_victims() -> None:
+    victims = {}
+    for name, kind in (("lru", Lru), ("lfu", Lfu)):
+        evictor = kind()
+        for key in ("often", "often", "often", "b", "c"):
+            evictor.used(key)
+        victims[name] = evictor.victim(lambda key: False)
+        assert evictor.victim(lambda key: True) is None
+        assert evictor.victim(lambda key: key in ("often", "b")) == "c"
+        evictor.removed("b")
+        evictor.removed("b")
+        assert "b" not in evictor and len(evictor) == 2
+    assert victims == {"lru": "often", "lfu": "b"}
+
+
+def test_lfu_forgets_how_often_an_evicted_entry_was_used() -> None:
+    evictor = Lfu()
+    for key in ("a", "a", "a", "b", "b"):
+        evictor.used(key)
+    evictor.removed("a")
+    evictor.used("a")
+    assert evictor.victim(lambda key: False) == "a"
+
+
+# -- holds
+
+
+def test_a_chunk_is_held_as_long_as_anyone_holds_it() -> None:
+    holds = Holds()
+    holds.take(["a", "b"])
+    holds.take(["a"], times=2)
+    holds.release(["a", "b"])
+    assert "a" in holds and "b" not in holds and len(holds) == 2
+    holds.release(["a"])
+    holds.release(["a"])
+    holds.release(["a"])  # once too often
+    holds.take(["a"])
+    assert len(holds) == 1
+
+
+def test_threads_do_not_lose_holds() -> None:
+    holds = Holds()
+
+    def work() -> None:
+        for _ in range(2000):
+            holds.take(["a"])
+            holds.release(["a"])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(holds) == 0 and "a" not in holds
+
+
+# -- everything at once
+
+
+class Machine(RuleBasedStateMachine):
+    """Levels against a dictionary: nothing is wrong, beyond its bound, or lost while it is held."""
+
+    evict = "lru"
+    keys = st.sampled_from([f"k{number}" for number in range(9)])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holds = Holds()
+        self.cache = tiers(2, 3, 4, stays=self.holds.__contains__, evict=self.evict)
+        self.model: dict[str, bytes] = {}
+        self.held: list[str] = []
+        self.serial = 0
+
+    @rule(key=keys)
+    def store(self, key: str) -> None:
+        self.serial += 1
+        value = b"%d" % self.serial
+        if self.cache.exists(key):
+            value = self.model[key]  # a chunk's content never changes
+        try:
+            self.cache.set(key, value)
+            self.model[key] = value
+        except StoreError:
+            assert all(
+                level.entries.victim(self.cache._stays) is None for level in self.cache.levels
+            )
+
+    @rule(key=keys)
+    def read(self, key: str) -> None:
+        value = self.cache.get(key)
+        assert value is None or value == self.model[key]
+        assert value is not None or key not in self.held
+
+    @rule(key=keys)
+    def hold(self, key: str) -> None:
+        if self.cache.exists(key):
+            self.holds.take([key])
+            self.held.append(key)
+
+    @rule(data=st.data())
+    def release(self, data: Any) -> None:
+        if self.held:
+            key = data.draw(st.sampled_from(self.held))
+            self.held.remove(key)
+            self.holds.release([key])
+
+    @rule(key=keys)
+    def delete(self, key: str) -> None:
+        if key not in self.held:
+            self.cache.delete(key)
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        for level in self.cache.levels:
+            stored = set(level.backend.list())
+            assert level.bound is not None and len(stored) <= level.bound
+            assert stored == {key for key in stored if key in level.entries}
+            assert len(level.entries) == len(stored)
+
+    @invariant()
+    def what_is_held_is_there(self) -> None:
+        assert all(self.cache.exists(key) for key in self.held)
+
+
+class LfuMachine(Machine):
+    evict = "lfu"
+
+
+Machine.TestCase.settings = LfuMachine.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None
+)
+TestLru = Machine.TestCase
+TestLfu = LfuMachine.TestCase
+
+
+@given(st.lists(st.sampled_from("abcdef"), max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_with_an_unbounded_lowest_level_nothing_is_lost(keys: list[str]) -> None:
+    cache = tiers(1, 2, None)
+    for key in keys:
+        cache.set(key, key.encode())
+    assert all(cache.get(key) == key.encode() for key in keys)
+    assert cache.lost == 0
