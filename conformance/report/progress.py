@@ -18,8 +18,7 @@ EVERY = 60.0
 
 
 class Progress:
-    """Progress display: a bar on a terminal; elsewhere a line at the first result and every EVERY
-    seconds.
+    """Progress display: a bar on a terminal, elsewhere a line every EVERY seconds.
 
     Prints nothing before `start` and after `stop`.
     """

@@ -58,9 +58,10 @@ class Severity(_Part):
         "good-practice",
         "no-effect",
     ] = Field(
-        description="request-fails: a request ends with an error; request-hangs: a request or a process waits without end; lost-reuse: KV that"
-        " was computed is computed again; good-practice: only programs that go on after the engine"
-        " see it; no-effect: a rule is broken, and nothing of it was seen"
+        description="request-fails: a request ends with an error; request-hangs: a request or a"
+        " process waits without end; lost-reuse: KV that was computed is computed again;"
+        " good-practice: only programs that go on after the engine see it; no-effect: a rule is"
+        " broken, and nothing of it was seen"
     )
     likely: Literal["common", "rare", "only-if"]
     needs: str = Field(
