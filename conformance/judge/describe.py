@@ -614,6 +614,8 @@ _BY_TABLE = {
     "save": "a save read blocks that the request had no more, and stored",
     "load": "a load wrote by the block table from before a preemption, which left",
 }
+_SAVED_BY_OLD_TABLE = "a save read by the block table from before a preemption, and stored"
+"""Bytes of a position of the same table: not only was the block someone else's by then."""
 
 
 def kv_found(found: str) -> str:
@@ -628,6 +630,8 @@ def headline(event: Event, requirement: str, side: str | None) -> str | None:
     """
     if event["kind"] == "kv.wrong":
         what = kv_found(event["found"])
+        if side == "save" and event["found"] == "other_position":
+            return f"{_SAVED_BY_OLD_TABLE} {what}"
         if side is not None:
             return f"{_BY_TABLE[side]} {what}"
         if requirement.startswith("save."):

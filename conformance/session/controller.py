@@ -35,7 +35,7 @@ from kvconform.process.servers import Commands
 from kvconform.process.watchdog import Note, read_note
 from kvconform.report import jsonl, statement, summary, terminal
 from kvconform.report.collector import Collector
-from kvconform.report.html import page
+from kvconform.report.html import anchor, page
 from kvconform.report.jsonl import FooterLine, HeaderLine
 from kvconform.report.merge import JUNIT
 from kvconform.report.progress import Progress
@@ -48,7 +48,7 @@ STARTS = 3
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
-VERDICTS = (summary.NAME, page.NAME, statement.NAME, statement.BADGE, JUNIT)
+VERDICTS = (summary.NAME, anchor.NAME, statement.NAME, statement.BADGE, JUNIT)
 """Files of a report that are written at its end; report.jsonl is written from the beginning."""
 
 Listener = Callable[[CaseReport, Lines, float], None]
