@@ -251,6 +251,7 @@ SHOWN = {
     "plan",
     "run.end",
     "profile.expectation",
+    "profile.repaired",
     "store.damaged",
     "soak.grown",
     "case.expectation",
@@ -275,7 +276,7 @@ def is_noise(event: Event) -> bool:
     kind = event["kind"]
     if kind == "case.expectation":
         return bool(event["holds"])
-    if kind == "profile.expectation":
+    if kind in ("profile.expectation", "profile.repaired"):
         return bool(event["reloadable"] >= event["promised"])
     if kind == "cache.reset":
         refused = event["phase"] == "returned" and event["returned"] is False

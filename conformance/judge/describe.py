@@ -189,6 +189,11 @@ def _promise(e: Event) -> str:
     return f"{again} {many(e['promised'], 'token')} should have come back, {e['reloadable']} did"
 
 
+def _repaired(e: Event) -> str:
+    again = f"{e['req']} repeats {e['of']}, which computed again what its load had lost"
+    return f"{again}: {many(e['promised'], 'token')} should have come back, {e['reloadable']} did"
+
+
 def _grown(e: Event) -> str:
     numbers = ", ".join(map(str, e["numbers"]))
     where = "holds more" if e["holder"] == "process" else "holds more in"
@@ -526,6 +531,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "lookup": _lookup,
     "hook.returned": _hook,
     "profile.expectation": _promise,
+    "profile.repaired": _repaired,
     "soak.grown": _grown,
     "alloc": _alloc,
     "run.end": _end,

@@ -371,6 +371,11 @@ def _promise(e: Event) -> tuple[str, str]:
     return "promise", f"{e['req']}{when} repeats {e['of']}{again}: {tokens}"
 
 
+def _repaired(e: Event) -> tuple[str, str]:
+    tokens = f"{e['reloadable']} of {many(e['promised'], 'token')} can be loaded"
+    return "promise", f"{e['req']} repeats {e['of']}, whose load failed: {tokens}"
+
+
 def _damaged(e: Event) -> tuple[str, str]:
     return "damage", f"{e['count']} of the connector's files or servers: {e['what']}"
 
@@ -432,6 +437,7 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "cache.reset": _reset,
     "case.expectation": _expected,
     "profile.expectation": _promise,
+    "profile.repaired": _repaired,
     "req.interrupted": _interrupted,
 }
 """What describes an event, per kind of event; other kinds are described by their fields."""
