@@ -420,10 +420,23 @@ def words(
 ) -> tuple[str, str]:
     """Return (place within the entry, sentence) of a pydantic error, for a reader.
 
-    Positions in lists count from 1. A field that does not exist is compared with those that do.
+    Positions in lists count from 1; a step is named by its operation. Tags of unions, which
+    pydantic puts into its place, are left out. A field that does not exist is compared with those
+    that do.
     """
+    known = set(model.model_fields)
+    if len(loc) > 1:
+        parts = model.model_json_schema().get("$defs", {}).values()
+        known = {name for part in parts for name in part.get("properties", ())}
     where = ""
-    for part in loc:
+    rest = list(loc)
+    if len(loc) > 3 and loc[0] == "steps" and isinstance(loc[1], int):
+        where = f"step {loc[1] + 1} ({loc[2]}):"
+        fields = [part for part in loc[3:-1] if isinstance(part, int) or part in known - {loc[2]}]
+        rest = [*fields, *([loc[-1]] if loc[-1] not in fields[-1:] else [])]
+        if rest and isinstance(rest[0], str):
+            where, rest = f"{where} {rest[0]}", rest[1:]
+    for part in rest:
         if isinstance(part, int):
             where += f" {part + 1}"
         else:
@@ -431,10 +444,8 @@ def words(
     where = where.strip()
     if kind != "extra_forbidden":
         return where, message.removeprefix("Value error, ")
-    known = set(model.model_fields)
-    if len(loc) > 1:
-        parts = model.model_json_schema().get("$defs", {}).values()
-        known = {name for part in parts for name in part.get("properties", ())}
+    if loc[-1] in known:  # a field of something else: its name is no correction
+        return where, "there is no such field here"
     return where, f"there is no such field{did_you_mean(str(loc[-1]), sorted(known), 1)}"
 
 

@@ -58,6 +58,8 @@ def command(
         raise UsageError(f"there is no folder {repository}")
     here = origin()
     for file in write.write(repository, _files(repository, connector, here)):
+        if file.kept and template is not None:
+            continue  # it is part of the template, which is new
         typer.echo(f"{'kept ' if file.kept else 'wrote'}   {file.path}")
     if here.url is None:
         typer.echo(

@@ -10,7 +10,7 @@ suite's waivers (profile.Waiver) concern guarantees that a vLLM version is known
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
@@ -212,30 +212,37 @@ def void(
     rows: Sequence[Row],
     spec: Spec,
     vllm: str = "999",
-) -> list[str]:
-    """Return the claimed capabilities that no run has shown.
+    selected: Collection[str] | None = None,
+) -> tuple[list[str], list[str]]:
+    """Return the claimed capabilities that no run has shown, and those that were not looked at.
 
-    These are the claims for which no requirement or case that asks for the capability was
+    The first are the claims for which no requirement or case that asks for the capability was
     exercised. A capability that nothing asks for in this vLLM version is left out: it cannot be
-    shown.
+    shown. One was not looked at if cases ask for it, and none of these is `selected` (ids; None:
+    all cases).
     """
     shown = {row.requirement for row in rows if row.verdict in EXERCISED}
     ran = {row.case for row in rows if row.verdict in EXERCISED}
     found = []
+    unseen = []
     for name in claimed(capabilities, sources):
         requirements = {
             req.id
             for req in spec.requirements.values()
-            if req.kind == "requirement" and name in req.capability_expr.wanted
+            if req.kind == "requirement"
+            and name in req.capability_expr.wanted
+            and req.in_force(vllm)
         }
         cases = {
             case.id
             for case in spec.cases.values()
             if name in case.needs_expr.wanted and case.in_force(vllm)
         }
-        if (requirements or cases) and not requirements & shown and not cases & ran:
-            found.append(name)
-    return found
+        if not (requirements or cases) or requirements & shown or cases & ran:
+            continue
+        left_out = selected is not None and cases and not cases & set(selected)
+        (unseen if left_out else found).append(name)
+    return found, unseen
 
 
 def mismatches(sources: Mapping[str, str], doubts: Mapping[str, str]) -> list[str]:

@@ -125,10 +125,17 @@ class Collector:
             found.verdict = "partial"
             found.reasons.append("it loaded no KV, so what it stores and loads was not judged")
         void: list[str] = []
+        unseen: list[str] = []
         if everything:
-            void = claims.void(self.capabilities, self.sources, rows, self.spec, self.vllm)
+            cases = self.selection.order()
+            void, unseen = claims.void(
+                self.capabilities, self.sources, rows, self.spec, self.vllm, cases
+            )
         if found.verdict in ("conformant", "partial"):
             found.reasons += claims.reasons(void)
+            if unseen:
+                where = f"profile {self.settings.profile}"
+                found.reasons.append(f"note: {where} does not look at {', '.join(unseen)}")
         if void and found.verdict == "conformant":
             found.verdict = "partial"
         if not complete:

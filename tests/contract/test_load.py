@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvconform.contract import yaml12
 from kvconform.contract.case import Case
-from kvconform.contract.loader import SpecError, load_spec
+from kvconform.contract.loader import SpecError, load_spec, words
 from kvconform.contract.profile import in_range, select
 from kvconform.contract.requirement import Requirement, version_key
 from kvconform.contract.steps import Embeds
@@ -508,3 +508,14 @@ def test_embeddings_in_parts() -> None:
         Embeds(of="x", until=5)
     made = case(steps=[{"add": {"req": "a", "prompt": 9, "embeds": "x"}}, {"run": {}}])
     assert made.steps[0].arg.embeds == plain
+
+
+def test_a_field_in_the_wrong_place_is_told_in_the_words_of_a_case() -> None:
+    def said(*loc: str | int, kind: str = "extra_forbidden") -> tuple[str, str]:
+        return words(Case, loc, kind, "Field required")
+
+    assert said("config", "priority") == ("config.priority", "there is no such field here")
+    path = ("steps", 0, "add", "add", "one", "prompt", "of")
+    assert said(*path, "of", kind="missing") == ("step 1 (add): prompt.of", "Field required")
+    place, sentence = said("steps", 0, "add", "add", "one", "max_token")
+    assert place == "step 1 (add): max_token" and sentence.endswith("did you mean max_tokens?")
