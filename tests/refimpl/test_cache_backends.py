@@ -18,7 +18,7 @@ import pytest
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
 from kvconform.process.servers import Servers
-from kvconform.refimpl.cache import urls
+from kvconform.refimpl.cache import s3, urls
 from kvconform.refimpl.cache.backend import MissingPackage, StoreError
 from kvconform.refimpl.cache.chunks import EPOCH, ChunkStore, open_store
 from kvconform.refimpl.cache.file import FileBackend
@@ -345,6 +345,7 @@ def test_unknown_schemes_and_missing_packages_are_refused(monkeypatch: pytest.Mo
         ValueError, match=r"unknown store ftp://; the known schemes are memory, file"
     ):
         open_backend("ftp://somewhere")
+    s3._session.cache_clear()
     for package, url in (("redis", "redis://127.0.0.1:1/0"), ("boto3", "s3://bucket")):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(
