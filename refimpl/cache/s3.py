@@ -8,6 +8,7 @@ credentials are those that boto3 finds (environment, profile).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -26,9 +27,10 @@ class S3Backend:
 
     def __init__(self, url: str, patience: float) -> None:
         try:
-            import boto3
             from botocore.config import Config
             from botocore.exceptions import BotoCoreError, ClientError
+
+            session = _session()
         except ModuleNotFoundError:
             raise MissingPackage("s3", "boto3") from None
         parts = urlsplit(url)
@@ -36,7 +38,6 @@ class S3Backend:
         self._prefix = parts.path.strip("/") + "/" if parts.path.strip("/") else ""
         self._refused: Any = ClientError
         self._error: Any = (BotoCoreError, ClientError)
-        session = boto3.Session()
         self._client: Any = session.client(
             "s3",
             endpoint_url=parse_qs(parts.query).get("endpoint", [None])[0],
@@ -91,6 +92,14 @@ class S3Backend:
 
     def close(self) -> None:
         self._client.close()
+
+
+@cache
+def _session() -> Any:
+    """Return the session of this process: it reads descriptions of services for a second."""
+    import boto3
+
+    return boto3.Session()
 
 
 def _code(error: Any) -> str:
