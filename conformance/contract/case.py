@@ -402,6 +402,8 @@ class Case(Model):
             found.append("longer-offer")
         if any(each.model for each in self.changes):
             found.append("other-model")
+        if any(each.dtype or each.cache_dtype or each.pipeline_parallel for each in self.changes):
+            found.append("other-format")
         found.extend(step.op for step in self.steps if step.op in situations())
         return list(dict.fromkeys(found))
 
