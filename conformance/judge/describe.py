@@ -306,8 +306,8 @@ def _cache_lookup(e: Event) -> str:
 
 def _cache_loaded(e: Event) -> str:
     return (
-        f"{e['req']} was loaded up to token {e['end']}; afterwards the first level, which has room,"
-        f" has {e['cached'][0]} tokens of it"
+        f"{e['req']} was loaded up to token {e['end']}; afterwards its levels have {e['cached']}"
+        " tokens of it, and the first one has room"
     )
 
 
@@ -695,8 +695,6 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "handshake": ("none",),
     "hold": ("direction", "cause"),
     "plan": ("op", "timing"),
-    "cache.lookup": ("room",),
-    "cache.loaded": ("room",),
     "engine.id": ("half",),
     "relay.broken": ("way", "what"),
     "report.landed": ("changed",),

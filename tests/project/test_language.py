@@ -46,6 +46,7 @@ READER = re.compile(r"# .*\n\nFor [^\n]*[.:;,]")
 """Beginning of a page: its title, and a paragraph that begins with its readers."""
 WRITTEN_BY_PROGRAMS = (
     "coverage.md",
+    "systems.md",
     "engine-findings.md",
     "history.md",
     "mutants.md",
