@@ -46,8 +46,8 @@ class Grant:
     `written[layer]` marks positions that the connector wrote; `late` are (layer, position) that the
     engine read before. A grant is open from the allocation until the engine relied on it, or it
     failed. `due` is the load.due event of a grant that was incomplete then although no failure was
-    reported. `failed` are the blocks reported as failed so far, which may be steps before the load
-    is due. `given_up` means that the request was reported as a whole.
+    reported, and `chain` its request's. `failed` are the blocks reported as failed so far, which may
+    be steps before the load is due. `given_up` means that the request was reported as a whole.
     """
 
     transfer: str
@@ -63,6 +63,7 @@ class Grant:
     started_step: int = 0
     late: set[tuple[int, int]] = field(default_factory=set)
     due: dict[str, Any] | None = None
+    chain: Chain | None = None
     failed: set[int] = field(default_factory=set)
     given_up: bool = False
     written: np.ndarray = field(init=False)
@@ -338,7 +339,11 @@ class Oracle(Loads):
             inside = [
                 grant
                 for grant in (*grants, *self.overdue)
-                if grant.awaits(layer, slot) and (grant.open or grant.req in owners.get(block, ()))
+                if grant.awaits(layer, slot)
+                and (
+                    grant.open
+                    or (grant.req in owners.get(block, ()) and self._arrived(grant, layer, slot))
+                )
             ]
             for grant in inside:
                 self._granted(grant, layer, slot, after_hook)
@@ -352,6 +357,15 @@ class Oracle(Loads):
         self.version[layer, slots] += 1
         whose = {"req": sorted(reqs), "group": self._group(layer)}
         self.trace.emit("kv.changed", after_hook=after_hook, layer=layer, **whose, **kinds)
+
+    def _arrived(self, grant: Grant, layer: int, slot: int) -> bool:
+        """Return whether `slot` holds what an overdue load was to bring, at least in part."""
+        pos = grant.position(layer, slot)
+        assert pos is not None and grant.chain is not None
+        wanted = self.cache.book.rows(grant.chain.array(pos, pos + 1))[:, layer]
+        if not len(self.cache.mismatches(layer, np.array([slot]), wanted)):
+            return True
+        return self._diagnosed(layer, grant.chain, pos, slot).found == "not_yet_loaded"
 
     def _group(self, layer: int) -> int | None:
         """Return the number of a layer's group; None if there is only one group."""
@@ -553,4 +567,5 @@ class Oracle(Loads):
         )
         if missing and not reported:
             grant.due = event
+            grant.chain = chain
             self.overdue.append(grant)

@@ -169,6 +169,21 @@ def test_a_slot_whose_other_part_arrives_after_the_read_is_late(shared: Machine)
     assert {e["pos"] for e in shared.events("kv.wrong")} == {4, 5, 6, 7, 8}
 
 
+def test_other_bytes_in_the_slot_of_an_overdue_load_do_not_arrive_late(shared: Machine) -> None:
+    load_step(shared, before=lambda: loader(shared, 4, 7))
+
+    def write_over() -> None:
+        chain = shared.batch.requests["a"].chain
+        shared.load(chain, 4, 6, slots_of([1, 2, 3, 4], 7, 9, BLOCK))
+
+    write_over()
+    shared.oracle.check_writes("start_load_kv")
+    (due,) = shared.events("load.due")
+    assert due["missing"] == [7, 8]
+    assert not shared.events("kv.wrong")
+    assert any(e["over_computed"] for e in shared.events("kv.changed"))
+
+
 def test_a_load_that_arrives_after_the_read_is_late_and_not_missing(shared: Machine) -> None:
     load_step(shared, after=lambda: loader(shared))
     assert shared.events("load.due")[0]["missing"] == []
