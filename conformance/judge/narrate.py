@@ -10,6 +10,8 @@ from kvconform.contract.trace import Event
 from kvconform.judge.backtrace import excerpt, tell
 from kvconform.judge.circumstances import absent
 from kvconform.judge.describe import cause, describe, headline, hook_of, place
+from kvconform.judge.leases import lease_of
+from kvconform.judge.ranks import reports_of
 from kvconform.judge.records import Row, Verdict
 
 
@@ -28,7 +30,8 @@ def narrate(
                 row.check = None
             continue
         event = trace[row.event]
-        relate = requirements[row.requirement].relate
+        requirement = requirements[row.requirement]
+        relate = requirement.relate
         row.cause = cause(event)
         row.place = place(event)
         row.hook = hook_of(event)
@@ -42,6 +45,11 @@ def narrate(
             if story is not None and story.outdated is not None:
                 row.outdated = (story.req, story.outdated)
             row.headline = headline(event, row.requirement, row.side)
+        awaited = requirement.respond.then.event if requirement.respond is not None else None
+        if awaited == "ranks.joined":
+            parts.append(reports_of(trace, event))
+        if awaited == "transfer.reported" or event["kind"] == "run.end":
+            parts.append(lease_of(trace, event))
         if row.message != row.check:
             parts.append(row.message)
         if any(parts):

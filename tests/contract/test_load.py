@@ -519,3 +519,17 @@ def test_a_field_in_the_wrong_place_is_told_in_the_words_of_a_case() -> None:
     assert said(*path, "of", kind="missing") == ("step 1 (add): prompt.of", "Field required")
     place, sentence = said("steps", 0, "add", "add", "one", "max_token")
     assert place == "step 1 (add): max_token" and sentence.endswith("did you mean max_tokens?")
+
+
+def test_every_profile_of_a_connector_counts_the_same_requirements() -> None:
+    """A narrower one has fewer cases. What fails in every vLLM is left to profile findings."""
+    spec = load_spec()
+
+    def judged(name: str) -> list[str]:
+        return select(spec.profiles, name, spec.requirements.values(), ())[0]
+
+    core = judged("core")
+    for name, profile in spec.profiles.items():
+        if name != "findings" and profile.areas == ["*"]:
+            assert judged(name) == core, name
+    assert set(judged("findings")) - set(core) == {"engine.reset-returns"}

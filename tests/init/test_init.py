@@ -83,6 +83,15 @@ def test_what_is_there_is_kept(repository: Path) -> None:
     )
 
 
+def test_nothing_of_a_new_template_is_called_kept(tmp_path: Path) -> None:
+    """Its settings come with it, a moment ago."""
+    done = init(tmp_path, "--template", "new", "--no-run")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "new" / "kvconform.toml").is_file()
+    assert "new     " in done.stdout and "wrote   " in done.stdout
+    assert "kept" not in done.stdout
+
+
 def test_settings_in_pyproject_are_enough(repository: Path) -> None:
     (repository / "pyproject.toml").write_text(
         '[tool.kvconform]\nconnector = "json:Fake"\n', encoding="utf-8"
