@@ -446,6 +446,13 @@ _kind(
     "writes to it.",
 )
 _kind(
+    "block.published",
+    "sched",
+    "req:str generation:int status:str tokens:int",
+    "The output of a step publishes the blocks of a request, up to token `tokens`, although the "
+    "request did not run before.",
+)
+_kind(
     "hold",
     "sched",
     "req:str generation:int direction:str transfer:str? cause:str",
