@@ -146,6 +146,13 @@ _kind(
     "file, line, function, text.",
 )
 _kind(
+    "start.refused",
+    "harness",
+    "asked:str sentence:str?",
+    "The connector's construction ended with an error, in a case with settings that it may refuse: "
+    "these settings, and the sentence that says so; None: no error raised on purpose and in words.",
+)
+_kind(
     "engine.crash",
     "harness",
     "where:str error:str error_type:str? error_at:list? hook:str?",
@@ -613,8 +620,9 @@ _kind(
     "plan",
     "plan",
     "op:str req:str start:int end:int timing:str key:str? computed:int scheduled:int "
-    "known:int placeholders:int",
-    "What the connector's metadata plans to do.",
+    "known:int placeholders:int slots:int?",
+    "What the connector's metadata plans to do. slots = those of the request's block table (None: "
+    "it holds no blocks, or has several tables).",
 )
 
 # -- cache: from an Inspector that shows the cache behind the connector, too

@@ -108,6 +108,14 @@ class KeysOfTheLatent(ReferenceConnector):
         super().register_kv_caches(kv_caches)
 
 
+class RefusesInSilence(ReferenceConnector):
+    """Does not support MLA, and refuses it by an assertion without words."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        assert not vllm_config.model_config.use_mla
+
+
 class WantsUnknownLayout(ReferenceConnector):
     """Requires a layout that does not exist."""
 
