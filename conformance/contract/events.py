@@ -389,6 +389,14 @@ _kind(
     "of a finished load that the engine has not used yet.",
 )
 _kind(
+    "lookup.permitted",
+    "sched",
+    "req:str end:int local:int prompts:int? allowed:int",
+    "A lookup that claims tokens up to `end`, by a connector that has declared not to store "
+    "everything: how many of them were in a prompt (None: it has not declared to store prompts "
+    "only), and in a request whose options permit to store them.",
+)
+_kind(
     "alloc",
     "sched",
     "req:str generation:int transfer:str? local:int claimed:int? external:int is_async:bool "
