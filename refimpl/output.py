@@ -97,8 +97,9 @@ def land(
 def _append(engine: Engine, request: Request, sampled: list[int], is_stale: bool) -> list[int]:
     """Append tokens until one stops the request; return the tokens appended.
 
-    Publishes the blocks that are now known and computed.
+    Publishes the blocks that are now known and computed, if the request runs.
     """
+    was_running = request.status == RequestStatus.RUNNING
     count = 0
     stops = False
     while count < len(sampled) and not stops:
@@ -113,8 +114,9 @@ def _append(engine: Engine, request: Request, sampled: list[int], is_stale: bool
             raise EngineAssertion(
                 "R161", f"{request.request_id}: more tokens than placeholders ({placeholders})"
             )
-        known = request.num_computed_tokens - placeholders
-        engine.kv_cache_manager.cache_blocks(request, known)
+        if was_running:
+            known = request.num_computed_tokens - placeholders
+            engine.kv_cache_manager.cache_blocks(request, known)
     return sampled[:count]
 
 

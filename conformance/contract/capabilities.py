@@ -51,6 +51,21 @@ CAPABILITIES: dict[str, Capability] = {
         (Annotated[int, Field(gt=0)], "a whole number above 0"),
         "granularity of what it promises to return, in tokens (0, the default: a block)",
     ),
+    "skip_save": Capability(
+        "",
+        (str, "the name of an entry of kv_transfer_params"),
+        "the entry of a request's kv_transfer_params that, if true, forbids to store its KV",
+    ),
+    "least_priority": Capability(
+        None,
+        (int, "a whole number"),
+        "requests of lower priority (greater numbers) are not stored",
+    ),
+    "skip_last": Capability(
+        0,
+        (Annotated[int, Field(ge=0)], "a whole number, 0 or more"),
+        "how many of a request's last tokens it does not store",
+    ),
     "best_effort": Capability(
         False,
         _YES_NO,

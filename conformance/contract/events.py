@@ -146,6 +146,13 @@ _kind(
     "file, line, function, text.",
 )
 _kind(
+    "start.refused",
+    "harness",
+    "asked:str sentence:str?",
+    "The connector's construction ended with an error, in a case with settings that it may refuse: "
+    "these settings, and the sentence that says so; None: no error raised on purpose and in words.",
+)
+_kind(
     "engine.crash",
     "harness",
     "where:str error:str error_type:str? error_at:list? hook:str?",
@@ -382,6 +389,14 @@ _kind(
     "of a finished load that the engine has not used yet.",
 )
 _kind(
+    "lookup.permitted",
+    "sched",
+    "req:str end:int local:int prompts:int? allowed:int",
+    "A lookup that claims tokens up to `end`, by a connector that has declared not to store "
+    "everything: how many of them were in a prompt (None: it has not declared to store prompts "
+    "only), and in a request whose options permit to store them.",
+)
+_kind(
     "alloc",
     "sched",
     "req:str generation:int transfer:str? local:int claimed:int? external:int is_async:bool "
@@ -444,6 +459,13 @@ _kind(
     "op:str id:int owner:str? ref:int in_flight:bool",
     "An operation of the block pool on one block; in_flight = a step that has not landed "
     "writes to it.",
+)
+_kind(
+    "block.published",
+    "sched",
+    "req:str generation:int status:str tokens:int",
+    "The output of a step publishes the blocks of a request, up to token `tokens`, although the "
+    "request did not run before.",
 )
 _kind(
     "hold",
@@ -606,8 +628,9 @@ _kind(
     "plan",
     "plan",
     "op:str req:str start:int end:int timing:str key:str? computed:int scheduled:int "
-    "known:int placeholders:int",
-    "What the connector's metadata plans to do.",
+    "known:int placeholders:int slots:int?",
+    "What the connector's metadata plans to do. slots = those of the request's block table (None: "
+    "it holds no blocks, or has several tables).",
 )
 
 # -- cache: from an Inspector that shows the cache behind the connector, too

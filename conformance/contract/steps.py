@@ -199,6 +199,10 @@ class Add(Model):
     )
     priority: int = 0
     params: dict[str, Any] = Field(default={}, description="kv_transfer_params")
+    skip_save: bool = Field(
+        default=False,
+        description="forbid to store its KV, by the entry that the capability skip_save names",
+    )
     hand_over: bool = Field(
         default=False,
         description="ask for a hand-over of its KV, as a proxy asks a prefill engine",

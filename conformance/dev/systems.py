@@ -23,7 +23,10 @@ SECTIONS = {
 
 
 class Row(Model):
-    """One system, and what covers it. `missing` says what it lacks; None: nothing."""
+    """One system, and what covers it.
+
+    `missing` says what it lacks; None: nothing. `waived` says why nothing can cover it.
+    """
 
     row: str = Field(pattern=r"^[A-D][0-9]+$")
     about: str = Field(min_length=1)
@@ -32,11 +35,12 @@ class Row(Model):
     built: list[str] = []
     bites: list[str] = []
     missing: str | None = None
+    waived: str | None = None
 
     @property
     def is_done(self) -> bool:
-        """Whether the row lacks nothing."""
-        return self.missing is None
+        """Whether the row is covered and lacks nothing."""
+        return self.missing is None and self.waived is None
 
     def problems(self, spec: Spec, root: Path) -> list[str]:
         """Return a sentence per name that does not exist, and per empty column of a done row."""

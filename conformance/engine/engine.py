@@ -178,7 +178,8 @@ class Engine:
         Probe.active = self.probe
         self.ledger.before_update()
         drafts = self._drafts(flight.output)
-        self.scheduler.update_from_output(flight.output, flight.result)
+        with self.ledger.publishing(flight.output):
+            self.scheduler.update_from_output(flight.output, flight.result)
         if drafts is not None:
             self.scheduler.update_draft_token_ids(drafts)
         if self.relay is not None:

@@ -60,6 +60,7 @@ class Executor:
         self.ledger = ledger
         self.reports = reports
         self.pickle_metadata = pickle_metadata
+        self._block_size = variant.block_size
         self.progress = 0
         """Counts the steps that computed something or finished a load."""
         self._overlaps = variant.scheduling == "async" and variant.depth > 1
@@ -164,12 +165,17 @@ class Executor:
         metadata = output.kv_connector_metadata
         self.observer.metadata.begin_step(metadata)
         if self.inspector is not None:
+            tables = self.view.tables()
             for entry in self.inspector.plan(metadata):
-                self.trace.emit("plan", **entry)
+                self.trace.emit("plan", **entry, slots=self._slots(tables.get(entry["req"], [])))
         if self.pickle_metadata:
             unpickled, reason = pickle_round_trip(metadata)
             if reason is None:
                 output.kv_connector_metadata = unpickled
+
+    def _slots(self, tables: list[list[int]]) -> int | None:
+        """Return how many slots a request's block table has; None without blocks or if several."""
+        return len(tables[0]) * self._block_size if len(tables) == 1 else None
 
     def _begin_reports(self) -> None:
         self._oracle.failed_blocks = set()

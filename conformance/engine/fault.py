@@ -76,16 +76,30 @@ def refusal(error: BaseException) -> str | None:
     a call or an operation raises is a bug.
     """
     sentence = " ".join(str(error).split())
+    at = _raised_at(error)
+    if at is None or not isinstance(error, _REFUSES) or len(sentence.split()) < 3:
+        return None
+    return sentence if _is_connectors(at) and _on_purpose(at) else None
+
+
+def is_connectors(error: BaseException) -> bool:
+    """Return whether the connector's own code raised an error."""
+    at = _raised_at(error)
+    return at is not None and _is_connectors(at)
+
+
+def _raised_at(error: BaseException) -> TracebackType | None:
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
-    if at is None or not isinstance(error, _REFUSES) or len(sentence.split()) < 3:
-        return None
+    return at
+
+
+def _is_connectors(at: TracebackType) -> bool:
     module = at.tb_frame.f_globals.get("__name__", "")
     if module.startswith(_NOT_THE_CONNECTOR) and not module.startswith(_CONNECTORS):
-        return None
-    library = module.partition(".")[0] in _LIBRARIES
-    return sentence if not library and _on_purpose(at) else None
+        return False
+    return module.partition(".")[0] not in _LIBRARIES
 
 
 def _on_purpose(at: TracebackType) -> bool:

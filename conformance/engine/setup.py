@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import set_current_vllm_config
@@ -13,7 +14,7 @@ from vllm.config import set_current_vllm_config
 from kvconform.compat.groups import registered, resolve_layout
 from kvconform.compat.kernel_blocks import add_layers
 from kvconform.config.target import Target
-from kvconform.contract.case import Inspection, Variant
+from kvconform.contract.case import Config, Inspection, Variant
 from kvconform.contract.trace import Trace
 from kvconform.engine.batch import Batch, Info
 from kvconform.engine.configs import build_cache_config, build_config, kv_dtype, run_id
@@ -147,6 +148,7 @@ def _configure(
         if connected:
             refused(trace, target.resolve(), error, config)
         raise
+    _add_experts(config, settings)
     groups = groups_of(
         settings.groups,
         layers=registry.book.layers,
@@ -165,6 +167,17 @@ def _configure(
             cache.names = [f"model.layers.{n}.self_attn.attn" for n in settings.layer_numbers]
             cache.drafter = len(cache.names) - 1 if settings.drafter else None
     return config, found
+
+
+def _add_experts(config: Any, settings: Config) -> None:
+    """Register a layer without KV per number that no layer with KV has.
+
+    Mixtures of experts are such layers. vLLM registers them with those that have KV.
+    """
+    layers = config.compilation_config.static_forward_context
+    for number in set(range(settings.hidden_layers)) - set(settings.layer_numbers):
+        name = f"model.layers.{number}.mlp.experts"
+        layers[name] = SimpleNamespace(layer_name=name)
 
 
 def _ranks(config: Any, shards: list[tuple[Place, Shard]]) -> list[Rank]:

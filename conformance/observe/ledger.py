@@ -369,6 +369,36 @@ class Ledger:
             self.trace.amend(event, final_before=final_before, final_after=final_after)
 
     # -- after update
+    @contextmanager
+    def publishing(self, output: Any) -> Iterator[None]:
+        """Watch what an update_from_output(), the body, publishes for the requests of the step.
+
+        Emits block.published if a request did not run before.
+        """
+        manager = self.view.scheduler.kv_cache_manager
+        requests = self.view.scheduler.requests
+        before = {req: requests[req].status for req in output.num_scheduled_tokens if req in requests}
+        publish = manager.cache_blocks
+
+        def noted(request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            req = request.request_id
+            status = before.get(req, RequestStatus.RUNNING)
+            if status != RequestStatus.RUNNING and num_tokens >= self._sizes[0]:
+                self.trace.emit(
+                    "block.published",
+                    req=req,
+                    generation=self.view.generation(req),
+                    status=status.name,
+                    tokens=num_tokens,
+                )
+            return publish(request, num_tokens, *args, **kwargs)
+
+        manager.cache_blocks = noted
+        try:
+            yield
+        finally:
+            del manager.cache_blocks
+
     def after_update(self, output: Any, step: int, corrupt: set[str]) -> None:
         """Emit sample, req.updated, req.state and releases of one update_from_output().
 

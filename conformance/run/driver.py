@@ -35,7 +35,7 @@ from kvconform.contract.steps import (
     Step,
 )
 from kvconform.contract.steps import Run as RunArgument
-from kvconform.contract.trace import Trace
+from kvconform.contract.trace import Event, Trace
 from kvconform.engine.batch import FIRST_TOKEN, VOCABULARY, Info, Script
 from kvconform.engine.engine import Engine
 from kvconform.engine.setup import build
@@ -44,6 +44,7 @@ from kvconform.kv.provenance import Adapter, Identity, Registry, text_id
 from kvconform.process import clock
 from kvconform.run.damage import Damager
 from kvconform.run.expectations import Expectations, Reloads
+from kvconform.run.forbidden import Forbidden
 from kvconform.run.promises import Promises
 from kvconform.run.records import Progress, Reload, RunState, Snapshot
 from kvconform.run.soak import soak
@@ -166,7 +167,13 @@ class Driver:
             self.tmp,
             relation=self.relation,
         )
-        engine.observer.on_lookup = Reloads(state, engine.oracle.promised).looked_up
+        reloads, forbidden = Reloads(state, engine.oracle.promised), Forbidden(state)
+
+        def looked_up(request: Any, event: Event) -> None:
+            reloads.looked_up(request, event)
+            forbidden.looked_up(request, event)
+
+        engine.observer.on_lookup = looked_up
         undisturbed = not takes_from_store(variant.case)
         for rank in engine.ranks.members:
             rank.cache.tolerance = tolerance(state.caps["lossy"])
@@ -295,7 +302,8 @@ class Driver:
     def _params(self, add: Add) -> dict[str, Any] | None:
         """Return the kv_transfer_params of a request that is added."""
         handing_over = HAND_OVER if add.hand_over else {}
-        return {**handing_over, **add.params} or None
+        forbidding = {self.state.caps["skip_save"]: True} if add.skip_save else {}
+        return {**handing_over, **forbidding, **add.params} or None
 
     def _step(self, count: int) -> None:
         for _ in range(count):

@@ -10,6 +10,7 @@ from typing import Any
 from kvconform.compat.vllm_api import COUNTS_IN_FLIGHT
 from kvconform.contract.expectations import Expectation
 from kvconform.contract.trace import Event
+from kvconform.run.forbidden import may_be_stored
 from kvconform.run.promises import ROOM, crowd_of
 from kvconform.run.records import RunState
 
@@ -304,6 +305,8 @@ class Reloads:
         if self._broke(source) or self._outlived(source):
             return False
         add, promises = self.state.adds[source], self.state.promises
+        if not may_be_stored(add, self.state.caps):
+            return False
         # A connector may store by priority, or as the client asks; baseline runs have neither.
         return bool(promises and promises.declared) or not (add.priority or add.params)
 

@@ -250,6 +250,7 @@ class Promises:
         limit = min(final, len(known) - 1, common, len(wanted) - 1)
         if saves == "prompt":
             limit = min(limit, len(prompt))
+        limit = min(limit, max(0, len(known) - 1 - self.caps["skip_last"]))
         chunk = self.caps["chunk_tokens"] or block_size
         declared = limit // chunk * chunk
         if self.declared and not groups and layout is None:

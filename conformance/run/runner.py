@@ -20,7 +20,7 @@ from kvconform.contract.events import EVENTS, crash, lifecycle, run_cut_short, r
 from kvconform.contract.steps import Otherwise
 from kvconform.contract.trace import PairTrace, Trace
 from kvconform.engine.configs import HEAD_DIM, HEADS, LAYERS
-from kvconform.engine.fault import blame, refusal
+from kvconform.engine.fault import blame, is_connectors, refusal
 from kvconform.engine.halves import stand_ins
 from kvconform.errors import KvconformError
 from kvconform.judge.engine_bugs import lost, note_unfilled
@@ -213,8 +213,12 @@ def _drive(
     except FirstPartEnded as ended:
         run.harness_error = ended.harness_error
     except (Exception, HookTimeout, SystemExit) as error:
-        if driver is None and (refused := settings_of(case)) and (sentence := refusal(error)):
-            run.lacks = f"the connector refuses {refused}: {sentence}"
+        if driver is None and (asked := settings_of(case)):
+            sentence = refusal(error)
+            if is_connectors(error) and _starts_with_an_error(trace):
+                trace.emit("start.refused", asked=asked, sentence=sentence)
+            if sentence:
+                run.lacks = f"the connector refuses {asked}: {sentence}"
         # An error of the connector or the engine is a finding; `_culprit` separates ours from them.
         _conclude(run, trace, driver, error)
     finally:
@@ -224,6 +228,12 @@ def _drive(
             if driver.engine.executor.cache is not None:
                 run.channels |= {"cache"}
         Probe.active = outer
+
+
+def _starts_with_an_error(trace: Trace) -> bool:
+    """Return whether the construction of a half ended with an error."""
+    starts = [e for e in trace.events if e["kind"] == "engine.lifecycle" and e["op"] == "start"]
+    return bool(starts) and starts[-1]["error"] is not None
 
 
 def _before_restart(

@@ -65,6 +65,19 @@ class LastToken(ReferenceConnector):
         return request.num_tokens
 
 
+class MoreTokensThanSlots(LastToken):
+    """Stores all tokens of a request that ends, those without a slot, too, in chunks of a token.
+
+    The slots are taken from the table as far as it goes, and the rest is left out without an error.
+    """
+
+    def _pieces(self, tracked: Tracked, start: int, end: int) -> tuple[Piece, ...]:
+        slots = len(tracked.table) * self._block_size
+        found = super()._pieces(tracked, start, min(end, slots))
+        keys = self._keys(tracked.request, tracked.keys, end)
+        return (*found, *(Piece(key, 0, ()) for key in keys[max(start, slots) : end]))
+
+
 class WithoutOwnDrafts(ReferenceConnector):
     """Subtracts this step's drafts from C+S, and forgets those of the steps in flight.
 

@@ -201,6 +201,33 @@ def publishes_placeholders(
         engine.kv_cache_manager.cache_blocks(request, min(known, request.num_computed_tokens))
 
 
+_lost: dict[str, list[Any]] = {}
+"""The blocks that a request had when it was preempted last, by request id."""
+
+
+@targets.PREEMPT_NOW.before
+def _remembers_blocks(engine: Engine, request: Request, *args: Any, **kwargs: Any) -> None:
+    _lost[request.request_id] = list(engine.kv_cache_manager.tables[request.request_id])
+
+
+@targets.APPEND.after
+def _publishes_lost_blocks(
+    _: Any, engine: Engine, request: Request, sampled: list[int], is_stale: bool
+) -> None:
+    manager = engine.kv_cache_manager
+    if request.status == RequestStatus.PREEMPTED:
+        blocks = _lost[request.request_id]
+        hashed = [block.block_hash is not None for block in blocks]
+        manager.tables[request.request_id] = blocks
+        manager.num_cached[request.request_id] = (hashed + [False]).index(False)
+        known = min(request.num_tokens - 1, len(blocks) * engine.settings.block_size)
+        manager.cache_blocks(request, known)
+        manager.pop_blocks_for_free(request)
+
+
+publishes_preempted = _remembers_blocks + _publishes_lost_blocks
+"""Publish blocks of a preempted request when its last step lands: it has no blocks by then."""
+
 resets_itself_only = targets.RESET_PREFIX_CACHE.replaced_by(with_keywords(reset_connector=False))
 """Reset the prefix cache, not the connector's cache: KV of the old weights is served (B086)."""
 

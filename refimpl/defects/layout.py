@@ -61,6 +61,19 @@ class ForgetsTheDrafter(HybridConnector):
         )
 
 
+class WantsKvOfEveryLayer(ReferenceConnector):
+    """Takes the KV of each layer of the model as the forward pass begins (B102).
+
+    Layers without KV have no attribute for it, for example mixtures of experts.
+    """
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._metadata().loads:
+            layers = forward_context.no_compile_layers
+            assert all(layer.kv_cache is not None for layer in layers.values())
+        super().start_load_kv(forward_context, **kwargs)
+
+
 class CountsLayers(ReferenceConnector):
     """Stores a layer under the number in its name, and loads it by its place among the layers.
 
@@ -93,6 +106,14 @@ class KeysOfTheLatent(ReferenceConnector):
                 name: layer[..., : layer.shape[-1] // 2] for name, layer in kv_caches.items()
             }
         super().register_kv_caches(kv_caches)
+
+
+class RefusesInSilence(ReferenceConnector):
+    """Does not support MLA, and refuses it by an assertion without words."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        assert not vllm_config.model_config.use_mla
 
 
 class WantsUnknownLayout(ReferenceConnector):

@@ -11,6 +11,7 @@ from kvconform.refimpl.connector import Finish, ReferenceConnector
 from kvconform.refimpl.plan import ReferenceMetadata
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorMetadata,
         KVConnectorRole,
@@ -18,6 +19,20 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+
+class RefusesLatentLayers(ReferenceConnector):
+    """Moves layer by layer, and refuses MLA, for which it has no layer-wise copies.
+
+    vLLM's factory refuses combinations by a ValueError as well.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self.options.layerwise and vllm_config.model_config.use_mla:
+            raise ValueError("layer-wise transfers are not supported with MLA")
 
 
 class KeepsLast(ReferenceConnector):

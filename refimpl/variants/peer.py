@@ -33,6 +33,7 @@ CAPABILITIES = {
     "store": False,
     "saves": "none",
     "async_load": True,
+    "skip_save": "skip_save",  # it stores nothing: transfers are never skipped
 }
 
 

@@ -70,6 +70,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid-async": (f"{HERE}.hybrid:HybridConnector", {"load": "async"}),
     "divergent": (f"{HERE}.hybrid:Divergent", {}),
     "hands-out-its-own": (f"{HERE}.habits:HandsOutItsOwn", {}),
+    "refuses-latent-layers": (f"{HERE}.habits:RefusesLatentLayers", {"layerwise": True}),
     "keeps-last": (f"{HERE}.habits:KeepsLast", {}),
     "instance-hooks": (f"{HERE}.habits:InstanceHooks", {"load": "async"}),
     "decoy": (f"{HERE}.decoy:Decoy", {}),

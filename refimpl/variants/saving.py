@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvconform.refimpl.connector import ReferenceConnector
 
@@ -52,8 +52,16 @@ class Selective(ReferenceConnector):
     """Saves selectively (LMCache: skip_save, skip_last_n_tokens, priority_limit).
 
     It does not save what a client excludes in its `kv_transfer_params`, requests of low priority,
-    and the last two tokens.
+    and the last two tokens. vLLM passes the parameters on as the client sent them (Request).
     """
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return super().kvconform_capabilities(extra_config) | {
+            "skip_save": "skip_save",
+            "least_priority": LEAST_PRIORITY,
+            "skip_last": SKIP_LAST,
+        }
 
     def _worth_saving(self, request: Request, end: int) -> int:
         if request.priority > LEAST_PRIORITY or (request.kv_transfer_params or {}).get("skip_save"):

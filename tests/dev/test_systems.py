@@ -50,3 +50,9 @@ def test_a_row_that_is_listed_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "spec" / "systems.yaml").write_text(row * 2, encoding="utf-8")
     with pytest.raises(UsageError, match="C6 is listed twice"):
         systems.load(SPEC, tmp_path)
+
+
+def test_a_waived_row_is_not_done_and_lacks_nothing() -> None:
+    row = Row.model_validate({"row": "A11", "about": "x", "waived": "vLLM has none."})
+    assert not row.is_done
+    assert row.problems(SPEC, ROOT) == []

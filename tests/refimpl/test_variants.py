@@ -32,6 +32,7 @@ MATTERS = {  # what is only different elsewhere
     "in-parts": ("chunked.boundaries",),
     "instance-hooks": ("multi.after-winner",),
     "one-group-only": ("groups.chunked",),
+    "refuses-latent-layers": ("layout.latent",),
     "save-budget": ("lifecycle.thirty-requests",),
     "three-levels": ("cache.pressure", "cache.promoted"),
     "tiered-lfu": ("cache.pressure",),
