@@ -48,7 +48,7 @@ def test_a_confirmed_finding_explains_the_rows_that_it_names(tmp_path: Path) -> 
     assert _row(pages) == " save.confirmed |  "
     link = "[example-chunked-prefill](example.md#example-chunked-prefill)"
     assert (
-        f"| example | vllm | `save.confirmed` | {link} (wrong-tokens, common) |"
+        f"| example | vllm | `save.confirmed` | {link} (wrong-tokens, rare) |"
         in pages["example.md"]
     )
     elsewhere = _pages(tmp_path, _about(rows=["multi-two-examples"]))
