@@ -99,9 +99,7 @@ def test_an_offer_that_nobody_takes_names_the_lease(tmp_path: Path) -> None:
     ]
     data = {"id": "x.offer", "area": "x", "text": "An offer.", "steps": steps}
     config = {"engines": {"p": "kv_producer", "d": "kv_consumer"}}
-    case = Case.model_validate(
-        {**data, "config": config, "engines": ["reference"]}, strict=False
-    )
+    case = Case.model_validate({**data, "config": config, "engines": ["reference"]}, strict=False)
     target = Target(
         "kvconform.refimpl.variants.peer:Peer",
         {"lease": 0},
