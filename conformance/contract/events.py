@@ -161,9 +161,9 @@ _kind(
 _kind(
     "engine.stall",
     "harness",
-    "steps:int limit:float threads:int waiting_on:list",
+    "steps:int limit:float threads:int advanced:float waiting_on:list",
     "No progress for these steps and for the stall limit (stall_seconds); threads = how many the "
-    "connector had.",
+    "connector had; advanced = seconds by which the clock was set forward meanwhile.",
 )
 _kind(
     "store.damaged",

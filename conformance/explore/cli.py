@@ -102,7 +102,7 @@ def explore(
     if connector and option_connector:
         raise typer.BadParameter("name the connector once")
     known = (*ENGINES, "live")  # live is refused later, with a hint
-    if engine is not None and engine not in known:
+    if engine is not None and not {each.strip() for each in engine.split(",")} <= set(known):
         raise UsageError(
             f"there is no engine {engine!r} of explore;"
             " there are reference and vllm, and all for both"

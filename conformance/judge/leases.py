@@ -18,22 +18,20 @@ def lease_of(trace: Sequence[Event], event: Event) -> str | None:
     since = _held_since(trace, event)
     if since is None:
         return None
-    later = [e for e in trace if e["seq"] > since]
-    seconds = sum(
-        e["seconds"] for e in later if e["kind"] == "clock.advanced" and e["why"] == "stall"
-    )
-    if seconds:
-        return (
-            f"if a lease is to release the blocks: the clock was set forward by {seconds:g} s,"
-            f" which ends no longer lease, none of 0 for ever, and none on another clock ({ADVICE})"
-        )
-    stall = next((e for e in later if e["kind"] == "engine.stall"), None)
+    stalls = (e for e in trace if e["kind"] == "engine.stall" and e["seq"] > since)
+    stall = next(stalls, None)
     if stall is None:
         return None
+    if stall["advanced"]:
+        return (
+            "if a lease is to release the blocks: the clock was set forward by"
+            f" {stall['advanced']:g} s; a longer lease, one that never expires, and one on another"
+            f" clock do not end by that ({ADVICE})"
+        )
     return (
-        "if a lease is to release the blocks: requests were waiting, so the clock was not set"
-        f" forward, and the lease had {stall['limit']:g} s of real time; shorten it for the suite,"
-        f" or raise stall_seconds ({ADVICE})"
+        f"if a lease is to release the blocks: it had {stall['limit']:g} s of real time, as the"
+        " clock is set forward only when nothing but held blocks is left;"
+        f" shorten it for the suite, or raise stall_seconds ({ADVICE})"
     )
 
 

@@ -55,7 +55,7 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
     yield _start_load(cls)
     if getattr(config, "kv_transfer_config", None) is not None:
         kept = keeps_hybrid(config.kv_transfer_config)
-        detail = "" if kept else f"vLLM turns it off: {cls.__name__} is no subclass of SupportsHMA"
+        detail = "" if kept else _why_not_hybrid(cls, config.kv_transfer_config)
         yield "hybrid-kept", kept, detail
     hooks = {name: _plain(getattr(cls, name, None)) for name in hook_names()}
     awaited = [name for name, hook in hooks.items() if inspect.iscoroutinefunction(hook)]
@@ -74,6 +74,22 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
             continue
         problem = _accepts_like(_plain(own), _plain(base))
         yield f"signature:{name}", problem is None, problem or ""
+
+
+def _why_not_hybrid(cls: type, transfer: Any) -> str:
+    """Return why vLLM turns its hybrid cache manager off for the class."""
+    if not issubclass(cls, SupportsHMA):
+        return f"vLLM turns it off: {cls.__name__} is no subclass of SupportsHMA"
+    children = transfer.kv_connector_extra_config.get("connectors", [])
+    without = [
+        child["kv_connector"]
+        for child in children
+        if not keeps_hybrid(KVTransferConfig(**{"engine_id": transfer.engine_id, **child}))
+    ]
+    return (
+        f"vLLM turns it off: not every child of {cls.__name__} is a subclass of SupportsHMA"
+        f" ({', '.join(without) or 'it has none'}); do not declare hma, or declare hma = false"
+    )
 
 
 def keeps_hybrid(transfer: Any) -> bool:

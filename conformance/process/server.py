@@ -234,12 +234,17 @@ class Server:
     def stop(self) -> str | None:
         """Ask the server to end, then end it. No error if it does not run.
 
-        Returns a sentence if the stop command failed, else None.
+        Returns a sentence if the stop command failed or the server had ended by itself, else None.
         """
         self.thaw()
         if not self.running:
+            problem = None
+            if self._guard is not None:
+                status = self._guard.returncode
+                problem = f"server {self.spec.name} had ended by itself with status {status}"
+                problem += f" (its output: {self.log})"
             self._end(b"")
-            return None
+            return problem
         problem = None
         if self.spec.stop is not None and not self._shell(self.spec.stop):
             problem = f"stop command `{self.spec.stop}` of server {self.spec.name} failed"

@@ -191,7 +191,10 @@ class Servers:
             raise
 
     def down(self) -> list[str]:
-        """Stop all servers and release their ports; return sentences about failed stop commands."""
+        """Stop all servers and release their ports; return sentences about what went wrong.
+
+        That is a failed stop command, or a server that had ended by itself.
+        """
         if self in Servers.active:
             Servers.active.remove(self)
         problems = [server.stop() for server in reversed(self.all.values())]

@@ -154,8 +154,16 @@ def profile_of(target: Target, tmp: Path) -> Profile:
         if prompt > block and "best_effort" not in caps:
             busy = Plain(length, 1, length, length, _busy(length, prompt, block))
             roomy = Plain(length, 1, length, length, room=ROOM)
-            less = (calibration.came_back(plain, block)[0] < prompt for plain in (busy, roomy))
-            learn("best_effort", any(less))
+            less = next(
+                (run for run in (busy, roomy) if calibration.came_back(run, block)[0] < prompt),
+                None,
+            )
+            learn("best_effort", less is not None)
+            if less is not None and calibration.broke_off(less, block):
+                doubts["best_effort"] = (
+                    f"from a plain run that broke off ({calibration.broke}), so it is held to less;"
+                    " if it keeps all that it stores, declare best_effort = false"
+                )
     if "persistent" not in caps and caps.get("store"):
         persistent, doubt = _outlives_process(calibration, target)
         learn("persistent", persistent)

@@ -125,6 +125,7 @@ class StallDetector:
             steps=STALL_STEPS,
             limit=self.driver.target.stall_seconds,
             threads=self.driver.live_threads(),
+            advanced=self.leapt,
             waiting_on=[f"{req}: {status}" for req, status in sorted(requests)],
         )
         raise Stalled

@@ -28,6 +28,14 @@ def test_defaults_judge_the_reference_connector(tmp_path: Path) -> None:
     assert (found.engines, found.schedulings) == (["reference", "vllm"], ["sync", "async"])
 
 
+@pytest.mark.parametrize(
+    ("name", "each"), [("engine", "reference, vllm"), ("scheduling", "async,sync")]
+)
+def test_a_list_of_all_is_all(name: str, each: str, tmp_path: Path) -> None:
+    found = load({name: each}, start=tmp_path)
+    assert getattr(found, name) == "all"
+
+
 def test_file_over_defaults_and_command_line_over_file(tmp_path: Path) -> None:
     write(
         tmp_path,

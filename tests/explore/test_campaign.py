@@ -76,6 +76,8 @@ def test_a_process_that_dies_is_a_failure_of_its_workload_alone(tmp_path: Path) 
         (["--profile", "nothing"], "there is no profile 'nothing'"),
         (["no_such_package:X"], "no package 'no_such_package'"),
         (["--engine", "live"], "--seeds 20"),
+        (["--engine", "vllm, reference", "no_such_package:X"], "no package 'no_such_package'"),
+        (["--engine", "vllm,live"], "'vllm,live' is no engine or scheduling: name one, or all"),
         (
             ["--engine", "foo"],
             (

@@ -151,3 +151,18 @@ def test_the_api_case_emits_the_findings(tmp_path: Path) -> None:
         "multi-layout",
         "hybrid-kept",
     }
+
+
+def test_the_children_that_do_not_keep_several_groups_are_named(tmp_path: Path) -> None:
+    """MultiConnector itself subclasses SupportsHMA."""
+    names = ("DecodeBenchConnector", "ExampleConnector")
+    children = [{"kv_connector": name, "kv_role": "kv_both"} for name in names]
+    variant = load_spec().cases["lifecycle.api"].variants(["reference"])[0]
+    run = run_variant(
+        variant, Target("MultiConnector", {"connectors": children}), seed=0, tmp=tmp_path
+    )
+    said = next(e["detail"] for e in run.trace if e["kind"] == "api" and e["item"] == "hybrid-kept")
+    assert (
+        "not every child of MultiConnector is a subclass of SupportsHMA (ExampleConnector)" in said
+    )
+    assert "declare hma = false" in said

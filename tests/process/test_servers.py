@@ -220,11 +220,36 @@ def test_a_stop_command_is_asked_first(tmp_path: Path, mark: str) -> None:
     group = servers(
         tmp_path,
         store(mark, stop="touch $KVCONFORM_TMP/stopped"),
-        store(mark, name="other", stop="false"),
+        {
+            "name": "other",
+            "command": f"touch {tmp_path}/up; exec sleep 600 # {mark}",
+            "ready": {"command": f"test -e {tmp_path}/up"},
+            "stop": "false",
+        },
     )
     group.up()
     assert group.down() == ["stop command `false` of server other failed"]
     assert (tmp_path / "of-servers" / "stopped").exists() and not processes(mark)
+
+
+def test_one_that_has_ended_by_itself_is_named(tmp_path: Path, mark: str) -> None:
+    """Its stop command has nothing to stop, so it does not fail either."""
+    short = {
+        "name": "short",
+        "command": f"touch {tmp_path}/up; while test -e {tmp_path}/up; do sleep 0.05; done; exit 3",
+        "ready": {"command": f"test -e {tmp_path}/up"},
+        "stop": "false",
+    }
+    group = servers(tmp_path, short, store(mark))
+    group.up()
+    (tmp_path / "up").unlink()
+    until = time.monotonic() + 30
+    while group.all["short"].running and time.monotonic() < until:
+        time.sleep(0.05)
+    group.kill("store")  # a fault of the harness is not named
+    log = tmp_path / "logs" / "server-short.log"
+    assert group.down() == [f"server short had ended by itself with status 3 (its output: {log})"]
+    assert group.down() == [] and not processes(mark)
 
 
 def test_one_that_ends_before_it_is_ready(tmp_path: Path) -> None:

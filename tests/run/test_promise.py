@@ -176,6 +176,23 @@ def test_who_does_less_in_a_crowd_does_its_best(name: str, tmp_path: Path) -> No
         assert [profile.promises.calibrate(plain, 4) for plain in (alone, alongside)] == [8, 0]
 
 
+class RaisesInACrowd(Undeclared):
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        if len(scheduler_output.num_scheduled_tokens) > 1:
+            raise RuntimeError("one at a time")
+        return super().build_connector_meta(scheduler_output)
+
+
+def test_a_best_effort_that_a_broken_run_suggests_is_doubted(tmp_path: Path) -> None:
+    """Less is judged then, and the report says why."""
+    profile = learned(RaisesInACrowd, tmp_path)
+    assert (profile.caps["best_effort"], profile.sources["best_effort"]) == (True, "inferred")
+    assert "from a plain run that broke off" in profile.doubts["best_effort"]
+    assert "one at a time" in profile.doubts["best_effort"]
+    name = "kvconform.refimpl.variants.frugal:WorthLoading"
+    assert "best_effort" not in learned(name, tmp_path / "frugal").doubts
+
+
 def test_what_expires_is_not_promised_after_many_steps(tmp_path: Path) -> None:
     profile = learned("kvconform.refimpl.variants.frugal:Expiring", tmp_path)
     full = learned(Undeclared, tmp_path / "full")
