@@ -219,7 +219,7 @@ def _publishes_lost_blocks(
         blocks = _lost[request.request_id]
         hashed = [block.block_hash is not None for block in blocks]
         manager.tables[request.request_id] = blocks
-        manager.num_cached[request.request_id] = (hashed + [False]).index(False)
+        manager.num_cached[request.request_id] = [*hashed, False].index(False)
         known = min(request.num_tokens - 1, len(blocks) * engine.settings.block_size)
         manager.cache_blocks(request, known)
         manager.pop_blocks_for_free(request)
