@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmark of the gate and of exploration on the reference connector.
 
-`python -m kvconform.dev.bench [--every N] [--boundary]` prints it. Machines and their loads differ, so compare
-shares and ratios within one run; the seconds only show the order of magnitude.
+`python -m kvconform.dev.bench [--every N] [--boundary]` prints it. Machines and their loads differ,
+so compare shares and ratios within one run; the seconds only show the order of magnitude.
 """
 
 from __future__ import annotations

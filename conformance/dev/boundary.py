@@ -36,8 +36,8 @@ def measure() -> dict[str, float]:
     """Measure steps with and without the boundary, in turns.
 
     Returns, by number of requests, medians of processor time:
-    - `step_us`, `with_us`: microseconds of a step of vLLM's scheduler (schedule and update), without
-      and with the boundary;
+    - `step_us`, `with_us`: microseconds of a step of vLLM's scheduler (schedule and update),
+      without and with the boundary;
     - `boundary_us`: microseconds of the boundary alone;
     - `share`: the boundary's part of a step without it, in per cent. The goal is below 1;
     - `per_request_ns`: nanoseconds of the boundary per request. It is O(requests) if that is flat.
