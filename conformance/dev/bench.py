@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmark of the gate and of exploration on the reference connector.
 
-`python -m kvconform.dev.bench [--every N]` prints it. Machines and their loads differ, so compare
-shares and ratios within one run; the seconds only show the order of magnitude.
+`python -m kvconform.dev.bench [--every N] [--boundary]` prints it. Machines and their loads differ,
+so compare shares and ratios within one run; the seconds only show the order of magnitude.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from kvconform.contract.loader import load_spec
+from kvconform.dev import boundary
 from kvconform.files import scratch_root
 
 if TYPE_CHECKING:
@@ -269,13 +270,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--every", type=int, default=4, metavar="N", help="run one variant in N (default: 4)"
     )
-    every = max(1, parser.parse_args(arguments).every)
-    gate = measure_gate(every)
-    show(gate, every)
-    for title, found in (
-        ("Random workloads of profile small on engine reference", explore()),
-        ("Command line", starts()),
-    ):
+    parser.add_argument(
+        "--boundary", action="store_true", help="only what the placeholder boundary adds to a step"
+    )
+    chosen = parser.parse_args(arguments)
+    benchmarks: list[tuple[str, Callable[[], dict[str, float]]]] = [
+        ("The placeholder boundary in a step of vLLM's scheduler", boundary.measure)
+    ]
+    if not chosen.boundary:
+        every = max(1, chosen.every)
+        show(measure_gate(every), every)
+        benchmarks += [
+            ("Random workloads of profile small on engine reference", explore),
+            ("Command line", starts),
+        ]
+    for title, measure in benchmarks:
+        found = measure()
         print(f"\n{title}:")
         for name, value in found.items():
             print(f"  {name:<24}{value:12.3f}")

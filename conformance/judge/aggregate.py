@@ -223,8 +223,8 @@ def void(
     """
     shown = {row.requirement for row in rows if row.verdict in EXERCISED}
     ran = {row.case for row in rows if row.verdict in EXERCISED}
-    found = []
-    unseen = []
+    found: list[str] = []
+    unseen: list[str] = []
     for name in claimed(capabilities, sources):
         requirements = {
             req.id

@@ -377,8 +377,9 @@ class Ledger:
         """
         manager = self.view.scheduler.kv_cache_manager
         requests = self.view.scheduler.requests
-        scheduled = output.num_scheduled_tokens
-        before = {req: requests[req].status for req in scheduled if req in requests}
+        before = {
+            req: requests[req].status for req in output.num_scheduled_tokens if req in requests
+        }
         publish = manager.cache_blocks
 
         def noted(request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> Any:

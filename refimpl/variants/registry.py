@@ -3,7 +3,7 @@
 
 They cover, by section of systems.md:
 
-- B4-B7: skipped, partial and large chunks, selective saves (`saving`, `chunk-256`);
+- B4-B7: skipped, partial and large chunks, selective saves (`saving`, `unfull`, `chunk-256`);
 - B8: roles (`stores-nothing`, `peer`);
 - B12: options per request (`selective`);
 - B13: disaggregated prefill (`peer`);
@@ -71,6 +71,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "divergent": (f"{HERE}.hybrid:Divergent", {}),
     "hands-out-its-own": (f"{HERE}.habits:HandsOutItsOwn", {}),
     "refuses-latent-layers": (f"{HERE}.habits:RefusesLatentLayers", {"layerwise": True}),
+    "unfull-chunk": (f"{HERE}.unfull:KeepsUnfullChunk", {"chunk_tokens": 8, "whole_blocks": False}),
     "keeps-last": (f"{HERE}.habits:KeepsLast", {}),
     "instance-hooks": (f"{HERE}.habits:InstanceHooks", {"load": "async"}),
     "decoy": (f"{HERE}.decoy:Decoy", {}),

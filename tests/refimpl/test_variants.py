@@ -38,6 +38,8 @@ MATTERS = {  # what is only different elsewhere
     "tiered-lfu": ("cache.pressure",),
     "tiered-lru": ("cache.demoted",),
     "threads": ("lifecycle.pickled-metadata",),
+    "selective": ("lifecycle.skip-last", "lifecycle.skip-low-priority", "lifecycle.skip-save"),
+    "unfull-chunk": ("chunked.unfull-chunk",),
     "uneven": ("lifecycle.abort-preempted",),
     "unreliable": ("preemption.twice",),
 }
