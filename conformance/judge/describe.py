@@ -159,6 +159,28 @@ def _lookup(e: Event) -> str:
     )
 
 
+def _permitted(e: Event) -> str:
+    bounds = [f"requests that permit to store it computed {many(e['allowed'], 'token')} of it"]
+    if e["prompts"] is not None:
+        bounds.append(f"{e['prompts']} were in a prompt")
+    return (
+        f"asked for {e['req']}, the connector claimed KV up to token {e['end']};"
+        f" {', '.join(bounds)}"
+    )
+
+
+def _refused(e: Event) -> str:
+    said = "without a sentence" if e["sentence"] is None else f"with: {e['sentence']}"
+    return f"the connector does not start with {e['asked']}: it ended {said}"
+
+
+def _published(e: Event) -> str:
+    return (
+        f"the output of a step published the blocks of {e['req']} up to token {e['tokens']},"
+        f" which was {e['status']} before"
+    )
+
+
 def _hook(e: Event) -> str:
     layer = f" for {e['layer']}" if e["layer"] else ""
     if e["error"] is not None:
@@ -529,6 +551,9 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "device.note": _note,
     "queries": _queries,
     "lookup": _lookup,
+    "lookup.permitted": _permitted,
+    "start.refused": _refused,
+    "block.published": _published,
     "hook.returned": _hook,
     "profile.expectation": _promise,
     "profile.repaired": _repaired,
