@@ -77,7 +77,8 @@ def refusal(error: BaseException) -> str | None:
     """
     sentence = " ".join(str(error).split())
     at = _raised_at(error)
-    if at is None or not isinstance(error, _REFUSES) or len(sentence.split()) < 3:
+    of_its_own = type(error).__module__ != "builtins"
+    if at is None or not (of_its_own or isinstance(error, _REFUSES)) or len(sentence.split()) < 3:
         return None
     return sentence if _is_connectors(at) and _on_purpose(at) else None
 

@@ -7,12 +7,17 @@ state of the levels, and `cached(request)` what they have of a request.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from kvconform.contract.trace import Event, Trace
 from kvconform.observe.call import Call
 from kvconform.observe.probe import Probe
+from kvconform.process import clock
+
+POLL = 0.01
+"""Seconds between two looks at a cache that still has holds."""
 
 
 def shows_cache(inspector: Any) -> bool:
@@ -43,6 +48,8 @@ class CacheObserver:
         if call.error is not None or not call.legal:
             return
         request = call.arg(0, "request")
+        if request.skip_reading_prefix_cache:
+            return  # vLLM drops the answer
         cached = self._inspector.cached(request)
         usable = min(cached[-1], request.num_tokens - 1)
         self.trace.emit(
@@ -72,9 +79,16 @@ class CacheObserver:
             self._last = state
             self.trace.emit("cache.state", **state)
 
-    def at_rest(self) -> None:
-        """Look at the cache at the end, when the engine has nothing left to do."""
-        self.trace.emit("cache.ended", **self._inspector.cache())
+    def at_rest(self, patience: float) -> None:
+        """Look at the cache at the end, when the engine has nothing left to do.
+
+        Threads may still write entries that they hold to a lower level: wait up to `patience`
+        seconds for them.
+        """
+        deadline = clock.monotonic() + patience
+        while (state := self._inspector.cache())["held"] and clock.monotonic() < deadline:
+            time.sleep(POLL)
+        self.trace.emit("cache.ended", **state)
 
 
 def _has_room(state: Mapping[str, Any]) -> bool:
