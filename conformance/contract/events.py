@@ -637,10 +637,10 @@ _kind(
 _kind(
     "cache.lookup",
     "cache",
-    "req:str local:int tokens:int? usable:int room:bool cached:list",
+    "req:str local:int tokens:int? usable:int cached:list",
     "What the levels of the cache had at a lookup: cached = tokens from the request's start, of "
     "the first level, the first two, and so on; usable = those of all, in whole blocks, without "
-    "the last token; room = the first level could take more.",
+    "the last token.",
 )
 _kind(
     "cache.state",

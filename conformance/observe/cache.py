@@ -58,7 +58,6 @@ class CacheObserver:
             local=call.arg(1, "num_computed_tokens"),
             tokens=call.result[0],
             usable=usable - usable % self._block_size,
-            room=_has_room(self._inspector.cache()),
             cached=cached,
         )
 
