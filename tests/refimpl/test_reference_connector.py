@@ -43,7 +43,9 @@ class Rig:
         config: Any = SimpleNamespace(
             kv_transfer_config=transfer,
             cache_config=SimpleNamespace(block_size=BLOCK, cache_dtype="auto"),
-            parallel_config=SimpleNamespace(rank=0, world_size=1, decode_context_parallel_size=1),
+            parallel_config=SimpleNamespace(
+                rank=0, world_size=1, decode_context_parallel_size=1, pipeline_parallel_size=1
+            ),
             model_config=None,
         )
         groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from kvconform.config.target import Target
+from kvconform.contract.capabilities import complete
 from kvconform.errors import UsageError
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.variants.peer import Peer
 from kvconform.run.calibration import profile_of
 from kvconform.run.promises import Crowd, Plain, Promises
 
-CAPS = {"store": True, "saves": "all", "chunk_tokens": 4}
+CAPS = complete({"store": True, "saves": "all", "chunk_tokens": 4})
 EXAMPLE = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector:ExampleConnector"
 
 
