@@ -23,8 +23,8 @@ from kvconform.compat.installed import runs_on
 from kvconform.config.settings import Settings, Shard, parse
 from kvconform.contract.case import Case, Variant
 from kvconform.contract.loader import Spec
+from kvconform.contract.profile import runs_in, unknown_requirements
 from kvconform.contract.profile import select as select_profile
-from kvconform.contract.profile import unknown_requirements
 from kvconform.contract.requirement import Requirement
 from kvconform.errors import UsageError, did_you_mean
 from kvconform.words import many
@@ -173,12 +173,16 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
     ]
     found.beyond = (later, not_in_force)
     off = set(_matching(settings.disable, spec.cases))
+    # Who names a case, an engine or a scheduling wants all runs of it.
+    by_profile = wanted_cases is None and settings.engine == settings.scheduling == "all"
     for name in cases:
         for variant in spec.cases[name].variants(
             settings.engines, settings.schedulings, settings.slows
         ):
             if known and not runs_on(variant.runner, vllm):
                 found.without += 1
+                continue
+            if by_profile and not runs_in(spec.profiles, settings.profile, variant):
                 continue
             if (
                 wanted_variants is None

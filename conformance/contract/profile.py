@@ -15,9 +15,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from kvconform.contract.case import Case
+from kvconform.contract.case import Case, Variant
 from kvconform.contract.requirement import CapabilityExpr, Id, Model, Requirement, version_key
 
+DIAGONAL = {("reference", "sync"), ("vllm", "async")}
+"""Engines and schedulings that `Profile.diagonal` keeps of a case that has all four pairs."""
 _BOUND = re.compile(r"(>=|<=|==|<|>)(\d+(?:\.\d+)*)")
 
 
@@ -37,6 +39,12 @@ class Profile(Model):
     )
     cases: list[str] = Field(default=[], description="globs over case ids")
     case_areas: list[str] = Field(default=[], description="globs over case areas")
+    diagonal: list[str] = Field(
+        default=[],
+        description="globs over areas and ids of cases of which half of the runs will do: engine"
+        " reference with synchronous scheduling, and engine vllm with asynchronous; those after a"
+        " `!` are made completely",
+    )
     capability: CapabilityExpr = Field(
         default="core", description="what a connector must declare for the profile to make sense"
     )
@@ -46,6 +54,16 @@ class Profile(Model):
         named = _any(self.requirements, req.id) or _any(self.areas, req.area)
         return named and not _any(self.exclude, req.id)
 
+    def wants(self, variant: Variant) -> bool:
+        """Return whether a run of a case that it has belongs to it."""
+        case = variant.case
+        complete = [glob[1:] for glob in self.diagonal if glob.startswith("!")]
+        halved = _any(self.diagonal, case.area) or _any(self.diagonal, case.id)
+        if not halved or _any(complete, case.id):
+            return True
+        crossed = len(case.engines) > 1 and len(case.matrix.scheduling) > 1
+        return not crossed or (variant.engine, variant.scheduling) in DIAGONAL
+
     def has_case(self, case: Case) -> bool:
         """Return whether the profile itself, not one of `includes`, names the case."""
         named = _any(self.cases, case.id) or _any(self.case_areas, case.area)
@@ -54,6 +72,24 @@ class Profile(Model):
 
 def _any(globs: Iterable[str], name: str) -> bool:
     return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
+def with_included(profiles: dict[str, Profile], name: str) -> list[Profile]:
+    """Return the profile `name` and those that it includes. KeyError for an unknown one."""
+    chain: list[Profile] = []
+    waiting = [name]
+    while waiting:
+        profile = profiles[waiting.pop()]
+        if profile not in chain:
+            chain.append(profile)
+            waiting.extend(profile.includes)
+    return chain
+
+
+def runs_in(profiles: dict[str, Profile], name: str, variant: Variant) -> bool:
+    """Return whether profile `name`, or one that it includes, has this run of one of its cases."""
+    chain = with_included(profiles, name)
+    return any(each.has_case(variant.case) and each.wants(variant) for each in chain)
 
 
 def select(
@@ -66,13 +102,7 @@ def select(
 
     They are in the order given. KeyError for an unknown profile.
     """
-    chain: list[Profile] = []
-    waiting = [name]
-    while waiting:
-        profile = profiles[waiting.pop()]
-        if profile not in chain:
-            chain.append(profile)
-            waiting.extend(profile.includes)
+    chain = with_included(profiles, name)
     chosen = [
         req.id for req in requirements if any(profile.has_requirement(req) for profile in chain)
     ]

@@ -28,8 +28,8 @@ COLOURS = {
     "nonconformant": "red",
     "error": "lightgrey",
 }
-PROFILE = "core"
-"""The profile that a badge is about: success in another profile says little about a connector."""
+PROFILES = ("core", "full")
+"""The profiles that a badge is about: success in another one says little about a connector."""
 ENOUGH = 0.5
 """The share of counting requirements that must hold for the best colour."""
 
@@ -130,12 +130,12 @@ def badge(statement: Statement) -> dict[str, Any]:
     """Return the badge as data for https://img.shields.io/endpoint.
 
     A requirement that was not selected, supported or exercised does not count as passed. A badge
-    that says (partly) conformant needs a complete run of profile PROFILE. The best colour needs a
+    that says (partly) conformant needs a complete run of one of PROFILES. The best colour needs a
     share of ENOUGH of the counting requirements to hold.
     """
     exercised = any(status in EXERCISED for status in statement.requirements.values())
     good = statement.verdict in ("conformant", "partial")
-    whole = statement.complete and statement.profile == PROFILE
+    whole = statement.complete and statement.profile in PROFILES
     word = called(statement.verdict, exercised).lower()
     colour = COLOURS[statement.verdict]
     if exercised and good and not whole:

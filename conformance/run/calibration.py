@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
+import json
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,10 @@ from typing import Any, Literal
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import CAPABILITIES, complete
 from kvconform.contract.case import Case, Variant
+from kvconform.files import replace as write
 from kvconform.judge.aggregate import contradicted
 from kvconform.run.isolation import ElsewhereError
-from kvconform.run.promises import ROOM, Crowd, Plain, Promises, plain_case
+from kvconform.run.promises import MEASURED, ROOM, Crowd, Plain, Promises, plain_case
 from kvconform.run.runner import run_variant
 
 
@@ -33,24 +35,37 @@ class Profile:
     promises: Promises
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """Outcome of a plain round trip.
+
+    `claim` is what its second lookup answered: tokens, and whether asynchronously. `broke` is the
+    error with which the run broke off, or None. `failed`: whether a load was reported as failed.
+    """
+
+    claim: tuple[int, bool]
+    broke: str | None
+    failed: bool
+
+
 class Calibration:
     """Runs of the plain round trip, cached by workload and block size.
 
     They use the reference engine if it can run the workload. `broke` is the error of the first run
     that broke off, or None. `announced` is what a lookup in such a run answered: the number of
-    tokens, and whether they are loaded asynchronously.
+    tokens, and whether they are loaded asynchronously. `failed`: whether a load of a plain run was
+    reported as failed.
     """
 
     def __init__(self, target: Target, tmp: Path) -> None:
         self.target = target
         self.tmp = tmp
-        self._counter = itertools.count()
-        self._known: dict[tuple[Plain, int], tuple[int, bool]] = {}
+        shared = os.environ.get(MEASURED)
+        self._shared = Path(shared) if shared else None
+        self._known: dict[tuple[Plain, int], _Measured] = {}
         self.broke: str | None = None
-        self._broken: set[tuple[Plain, int]] = set()
         self.announced: tuple[int, bool] | None = None
         self.failed = False
-        """Whether a load of a plain run was reported as failed."""
 
     def came_back(self, plain: Plain, block_size: int) -> tuple[int, bool]:
         """Return what the second lookup of the plain workload found.
@@ -59,41 +74,52 @@ class Calibration:
         """
         key = (plain, block_size)
         if key not in self._known:
-            self._known[key] = self._measure(plain, block_size)
-        return self._known[key]
+            found = self._known[key] = self._found(plain, block_size)
+            self.failed = self.failed or found.failed
+            self.broke = self.broke or found.broke
+            if found.broke is not None and found.claim[0] > 0:
+                self.announced = self.announced or found.claim
+        found = self._known[key]
+        return found.claim if found.broke is None else (0, False)
 
     def broke_off(self, plain: Plain, block_size: int) -> bool:
         """Return whether the run of a plain workload broke off."""
         self.came_back(plain, block_size)
-        return (plain, block_size) in self._broken
+        return self._known[plain, block_size].broke is not None
 
-    def _measure(self, plain: Plain, block_size: int) -> tuple[int, bool]:
+    def _found(self, plain: Plain, block_size: int) -> _Measured:
+        """Return what another worker has measured, or measure it for all of them."""
+        digest = hashlib.sha256(repr((_identity(self.target), plain, block_size)).encode())
+        path = None if self._shared is None else self._shared / f"{digest.hexdigest()}.json"
+        if path is not None and path.exists():
+            claim, broke, failed = json.loads(path.read_text(encoding="utf-8"))
+            return _Measured((claim[0], claim[1]), broke, failed)
+        # A seed of its own: a store that outlives its run must not know the tokens of another.
+        found = self._measure(plain, block_size, int(digest.hexdigest()[:7], 16))
+        if path is not None:
+            path.parent.mkdir(exist_ok=True)
+            write(path, json.dumps([found.claim, found.broke, found.failed]))
+        return found
+
+    def _measure(self, plain: Plain, block_size: int, seed: int) -> _Measured:
         case = plain_case(plain, block_size)
         variant = Variant(case, case.engines[0], "sync", "v1", 1, block_size)
-        # Also the seed: a store that outlives its run must not know the tokens of the next one.
-        number = next(self._counter)
-        folder = self.tmp / f"calibration-{number}"
-        run = run_variant(variant, self.target, seed=number, tmp=folder)
+        folder = self.tmp / f"calibration-{len(self._known)}"
+        run = run_variant(variant, self.target, seed=seed, tmp=folder)
         claim = (0, False)
         answers = [
             event
             for event in run.trace
             if event["kind"] == "lookup" and event["req"] == "b" and event["tokens"] is not None
         ]
-        if any(e["kind"] == "load.due" and e["reported_failed"] for e in run.trace):
-            self.failed = True
+        failed = any(e["kind"] == "load.due" and e["reported_failed"] for e in run.trace)
         if answers:
             last = answers[-1]
             claim = (max(0, last["local"] + int(last["tokens"])), last["is_async"])
         crashes = (e for e in run.trace if e["kind"] in ("engine.crash", "engine.stall"))
         crash = next(crashes, None)
-        if crash is None:
-            return claim
-        self._broken.add((plain, block_size))
-        self.broke = self.broke or str(crash.get("error") or "nothing went on")
-        if claim[0] > 0:
-            self.announced = self.announced or claim
-        return 0, False
+        broke = None if crash is None else str(crash.get("error") or "nothing went on")
+        return _Measured(claim, broke, failed)
 
 
 def profile_of(target: Target, tmp: Path) -> Profile:
@@ -375,9 +401,9 @@ def assume(connector: str, caps: dict[str, Any], sources: dict[str, str]) -> Non
     _assumed[connector] = caps, sources
 
 
-def target_profile(target: Target, tmp: Path) -> Profile:
-    """Return the profile of a target, computed once per process. Writes below `tmp`."""
-    key = repr(
+def _identity(target: Target) -> str:
+    """Return a text that is equal for targets that behave alike."""
+    return repr(
         (
             target.connector,
             sorted(target.extra_config.items(), key=str),
@@ -388,6 +414,11 @@ def target_profile(target: Target, tmp: Path) -> Profile:
             target.adapters,
         )
     )
+
+
+def target_profile(target: Target, tmp: Path) -> Profile:
+    """Return the profile of a target, computed once per process. Writes below `tmp`."""
+    key = _identity(target)
     if key not in _profiles:
         digest = hashlib.sha256(key.encode()).hexdigest()[:8]
         folder = tmp / f"profile-{digest}"

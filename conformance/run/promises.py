@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from kvconform.contract.case import Case, Layout
 
+MEASURED = "KVCONFORM_MEASURED"
+"""Environment variable: a directory in which the workers of one run share what they measured."""
 MOST = 64
 """Largest number of requests of each kind in a crowd."""
 LONGEST = 256

@@ -30,7 +30,14 @@ from kvconform.dev.defect import (
     load_defects,
     summary,
 )
-from kvconform.dev.defects import difference, examine, examine_apart, main, named
+from kvconform.dev.defects import (
+    beside_the_gate,
+    difference,
+    examine,
+    examine_apart,
+    main,
+    named,
+)
 from kvconform.errors import UsageError
 from kvconform.refimpl import defects as package
 from kvconform.refimpl.connector import ReferenceConnector
@@ -291,6 +298,21 @@ def test_an_outcome_that_is_not_as_listed_is_a_problem() -> None:
     assert difference(defect, set(defect.fails)) == ""
     assert difference(defect, set()) == "not caught by identity.content, lookup.identity"
     assert difference(defect, {*defect.fails, "hook.no-raise"}) == "also fails hook.no-raise"
+
+
+@pytest.mark.parametrize(
+    ("runs", "wanted"),
+    [
+        (["async-v1-d2", "sync-v1-d1"], ""),
+        (["async-v1-d2"], "only runs that profile core leaves out find it: "),
+    ],
+)
+def test_a_defect_that_the_gate_leaves_out_is_a_problem(runs: list[str], wanted: str) -> None:
+    defect = DEFECTS["looks-up-another-key"]
+    names = [f"lifecycle.local-recomputed[reference-{run}-b4]" for run in runs]
+    outcome = Outcome(defect=defect.id, failed={"save.completeness": names})
+    said = beside_the_gate(defect, outcome, load_spec())
+    assert said == wanted + (names[0] if wanted else "")
 
 
 def test_what_was_never_at_stake_is_told_from_what_passed(tmp_path: Path) -> None:

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the selection: which runs of its cases a profile has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvconform.config.selection import select
+from kvconform.config.settings import Settings
+from kvconform.contract.loader import load_spec
+
+SPEC = load_spec()
+
+
+def runs(**settings: Any) -> set[tuple[str, str, str]]:
+    found = select(SPEC, Settings(**settings), "0.32.0").variants
+    return {(each.case.id, each.engine, each.scheduling) for each in found}
+
+
+def test_core_is_a_part_of_full_with_every_case_engine_and_scheduling() -> None:
+    core, full = runs(), runs(profile="full")
+    assert core < full
+    for axis in (0, 1, 2):
+        assert {(run[0], run[axis]) for run in core} == {(run[0], run[axis]) for run in full}
+
+
+def test_core_crosses_engines_and_schedulings_where_scheduling_is_the_subject() -> None:
+    def of(area: str, found: set[tuple[str, str, str]]) -> set[tuple[str, str, str]]:
+        return {run for run in found if run[0].startswith(f"{area}.")}
+
+    core, full = runs(), runs(profile="full")
+    assert of("placeholders", core) == of("placeholders", full)
+    assert of("identity", core) < of("identity", full)
+
+
+@pytest.mark.parametrize(
+    "narrowed", [{"engine": "vllm"}, {"scheduling": "sync"}, {"select": ["identity.*"]}]
+)
+def test_who_names_an_axis_or_a_case_gets_all_its_runs(narrowed: dict[str, Any]) -> None:
+    assert runs(**narrowed) == runs(profile="full", **narrowed)
