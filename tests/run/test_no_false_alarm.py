@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvconform.contract.case import Case, Variant
 from kvconform.contract.loader import load_spec
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.defects.losses import StoresEveryStep
 from kvconform.run.calibration import takes_every_stage
 from kvconform.run.case import run_and_judge
 
@@ -174,3 +176,44 @@ class Once(ReferenceConnector):
             raise RuntimeError("already shut down")
         self._down = True
         super().shutdown()
+
+
+RESET: dict[str, Any] = {"reset": {"running": False, "connector": True}}
+PREEMPT_ALL: dict[str, Any] = {"reset": {"running": True, "connector": True}}
+REUSED: Steps = [
+    {"add": {"req": "a", "prompt": 13, "max_tokens": 2}},
+    RUN,
+    *(
+        step
+        for name in "bcde"
+        for step in (
+            RESET,
+            {"add": {"req": name, "prompt": {"same": "a"}, "max_tokens": 2, "id": "a"}},
+            RUN,
+        )
+    ),
+]
+"""Five requests under one id, each upon a store that was emptied."""
+RESTARTED: Steps = [
+    {"add": {"req": "a", "prompt": 12, "max_tokens": 8}},
+    *(step for _ in range(5) for step in ({"step": 1}, PREEMPT_ALL)),
+    RUN,
+]
+"""A request that computes its prompt six times, as the store is emptied after each."""
+
+
+@pytest.mark.parametrize("steps", [REUSED, RESTARTED], ids=["reused-id", "reset"])
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_what_is_stored_again_in_an_emptied_store_is_not_stored_in_every_step(
+    engine: str, steps: Steps, tmp_path: Path
+) -> None:
+    report = judged(ReferenceConnector, make_case(steps), tmp_path, engine=engine)
+    saves = [e for e in select(report.trace, "plan") if e["op"] == "save"]
+    assert max(Counter((e["req"], e["key"]) for e in saves).values()) > 3
+    assert next(row for row in report.rows if row.requirement == "save.once").verdict == "PASS"
+    assert failed(report) == []
+
+
+def test_a_step_that_stores_everything_again_is_noticed_beside_resets(tmp_path: Path) -> None:
+    steps = [*REUSED[:-2], {"add": {"req": "f", "prompt": 13, "max_tokens": 9, "id": "a"}}, RUN]
+    assert failed(judged(StoresEveryStep, make_case(steps), tmp_path)) == ["save.once"]
