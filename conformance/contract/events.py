@@ -523,10 +523,11 @@ _kind(
 _kind(
     "events.lookup",
     "sched",
-    "req:str announced:int got:int local:int tokens:int missing:list untold:list chain:list",
-    "A lookup against the KV events so far: tokens announced and matched, blocks missing in "
-    "between, blocks from the first unannounced one on, all announced blocks from the first "
-    "one on.",
+    "req:str announced:int got:int local:int tokens:int known:int missing:list untold:list "
+    "chain:list",
+    "A lookup against the KV events so far: tokens announced (without the block of the last "
+    "known token) and matched, blocks missing in between, blocks from the first unannounced one "
+    "on, all announced blocks from the first one on.",
 )
 _kind(
     "queries",
