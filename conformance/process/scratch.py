@@ -33,7 +33,7 @@ def make(kind: str, parent: str | None = None, *, keep: bool = False) -> Path:
     """
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=parent))
     if not keep:
-        # The lock is taken before the file has its name, so that nobody finds it unlocked.
+        # The lock is taken before the file has its name, so it is never found unlocked.
         unnamed = folder / f"{OWNER}.new"
         lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         with contextlib.suppress(OSError):  # a file system without locks
