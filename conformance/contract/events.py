@@ -523,10 +523,11 @@ _kind(
 _kind(
     "events.lookup",
     "sched",
-    "req:str announced:int got:int local:int tokens:int missing:list untold:list chain:list",
-    "A lookup against the KV events so far: tokens announced and matched, blocks missing in "
-    "between, blocks from the first unannounced one on, all announced blocks from the first "
-    "one on.",
+    "req:str announced:int got:int local:int tokens:int known:int missing:list untold:list "
+    "chain:list",
+    "A lookup against the KV events so far: tokens announced (without the block of the last "
+    "known token) and matched, blocks missing in between, blocks from the first unannounced one "
+    "on, all announced blocks from the first one on.",
 )
 _kind(
     "queries",
@@ -627,10 +628,12 @@ _kind(
 _kind(
     "plan",
     "plan",
-    "op:str req:str start:int end:int timing:str key:str? computed:int scheduled:int "
-    "known:int placeholders:int slots:int?",
-    "What the connector's metadata plans to do. slots = those of the request's block table (None: "
-    "it holds no blocks, or has several tables).",
+    "op:str req:str generation:int start:int end:int timing:str key:str? computed:int "
+    "scheduled:int known:int placeholders:int renewed:int slots:int?",
+    "What the connector's metadata plans to do. renewed = how often the request was admitted, or "
+    "any load failed or the connector's cache was reset before: after each, KV may be stored "
+    "again. slots = those of the request's block table (None: it holds no blocks, or has several "
+    "tables).",
 )
 
 # -- cache: from an Inspector that shows the cache behind the connector, too

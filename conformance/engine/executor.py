@@ -167,7 +167,7 @@ class Executor:
         if self.inspector is not None:
             tables = self.view.tables()
             for entry in self.inspector.plan(metadata):
-                self.trace.emit("plan", **entry, slots=self._slots(tables.get(entry["req"], [])))
+                self.observer.planned(entry, self._slots(tables.get(entry["req"], [])))
         if self.pickle_metadata:
             unpickled, reason = pickle_round_trip(metadata)
             if reason is None:

@@ -7,9 +7,7 @@ import contextlib
 import itertools
 import os
 import shlex
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +27,8 @@ from kvconform.explore.keep import keep
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
 from kvconform.explore.workload import Workload
+from kvconform.files import scratch_root
+from kvconform.process.scratch import temporary
 from kvconform.report.causes import run_of
 from kvconform.report.layout import make_console
 from kvconform.words import many
@@ -135,7 +135,7 @@ def run(
     written = partial(keep, folder=out, again=again)
     campaign = Campaign(corpus=corpus)
     interrupted = False
-    with _scratch() as scratch, _ends_by_signal():
+    with temporary("explore", scratch_root()) as scratch, _ends_by_signal():
         pool = Pool(settings, scratch, settings.workers, end)
         try:
             with pool:
@@ -209,20 +209,6 @@ def _workloads(
     if not chosen.guided:
         return fresh
     return itertools.chain(corpus.seeds[:], corpus.guided(fresh, engines, settings.schedulings))
-
-
-@contextlib.contextmanager
-def _scratch() -> Iterator[Path]:
-    memory = "/dev/shm"  # stores are many small files
-    folder = Path(
-        tempfile.mkdtemp(
-            prefix="kvconform-explore-", dir=memory if os.access(memory, os.W_OK) else None
-        )
-    )
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Progress:

@@ -208,7 +208,7 @@ class SchedulerProbe:
             note.digest = self.observer.metadata.begin_step(output.kv_connector_metadata)
             if self.inspector is not None:
                 for entry in self.inspector.plan(output.kv_connector_metadata):
-                    self.trace.emit("plan", **entry, slots=None)
+                    self.observer.planned(entry, None)
         self.observer.activity += 1 if output.total_num_scheduled_tokens else 0
         self.loads.failed_blocks = set()
         self.loads.failed_reqs = set()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,6 +78,8 @@ class Observer:
         self._reported: dict[str, set[str]] = {}  # directions, since the engine began to wait
         self._both: set[str] = set()  # load and send awaited at once, or when one was reported
         self._reset_seen = False
+        self._losses = 0  # failed loads, and resets of the connector's cache
+        self._admissions: Counter[Incarnation] = Counter()
         self._listen(probe)
 
     def _listen(self, probe: Probe) -> None:
@@ -205,6 +208,7 @@ class Observer:
         tables = [list(table) for table in call.arg(1, "blocks").get_block_ids()]
         external = call.arg(2, "num_external_tokens")
         req, generation = self._incarnation(request)
+        self._admissions[req, generation] += 1
         known = self._lookups.get((req, generation))
         # A session that got more input is admitted again, with what it had computed.
         continued = getattr(request, "resumable", False) and known is not None and not known.loading
@@ -285,6 +289,21 @@ class Observer:
         for position in range(local):
             chain = extend(chain, request.all_token_ids[position], identity.extra(position))
             self.memory.since_reset.add(chain)
+
+    # -- plans
+    def planned(self, entry: Mapping[str, Any], slots: int | None) -> None:
+        """Emit an entry of the plan that an Inspector has read from a step's metadata.
+
+        `slots`: those of the request's block table.
+        """
+        incarnation = entry["req"], self.view.generation(entry["req"])
+        self.trace.emit(
+            "plan",
+            **entry,
+            generation=incarnation[1],
+            renewed=self._losses + self._admissions[incarnation],
+            slots=slots,
+        )
 
     # -- holds
     def hold(self, req: str, direction: str, transfer: str | None, cause: str) -> None:
@@ -430,6 +449,7 @@ class Observer:
             groups=len(self._loads.shape.groups),
             is_async=bool(grant and grant.is_async),
         )
+        self._losses += 1
         self.activity += 1  # content that a load did not find is gone for other requests too
         if grant is None:
             self._unused.clear()
@@ -451,6 +471,7 @@ class Observer:
         if call.result is not False:
             self.memory.reset(self.view.held_contents())
             self._reset_seen = True
+            self._losses += 1
             self.activity += 1
 
     def _emit_reset(self, phase: str, returned: Any) -> None:

@@ -103,14 +103,22 @@ class HashBook:
             "distinct": distinct,
         }
 
-    def reach(self, request: Any, announced: dict[Any, int], covered: int = 0) -> int:
+    def reach(
+        self,
+        request: Any,
+        announced: dict[Any, int],
+        covered: int = 0,
+        limit: int | None = None,
+    ) -> int:
         """Return how many tokens from a request's start announced blocks cover without a gap.
 
         `announced`: tokens of the announced block, by its hash. `covered`: tokens from the start
-        that need no announcement.
+        that need no announcement. Blocks that end after `limit` tokens do not count.
         """
         for number, key in enumerate(self.keys(request), 1):
             end = number * self.block_size
+            if limit is not None and end > limit:
+                break
             if key in announced and end - announced[key] <= covered < end:
                 covered = end
         return covered
@@ -281,9 +289,9 @@ class Telemetry:
         tokens = call.result[0]
         if type(tokens) is not int or request.skip_reading_prefix_cache:
             return
-        end = self.book.reach(request, self.stored)
         size = self.book.block_size
-        due = min(end, (request.num_tokens - 1) // size * size)
+        # The engine computes the last token, so a block that holds it need not be served.
+        due = self.book.reach(request, self.stored, limit=request.num_tokens - 1)
         missing = self.book.between(request, local + tokens, due)
         # A chunk may be announced before the one in front of it, which the engine has itself.
         expected_end = self.book.reach(request, self.stored, local)
@@ -298,6 +306,7 @@ class Telemetry:
             got=local + tokens,
             local=local,
             tokens=tokens,
+            known=request.num_tokens,
             missing=self.book.numbers(missing),
             untold=self.book.numbers(untold),
             chain=self.book.numbers(self.book.between(request, 0, due)),

@@ -12,11 +12,9 @@ import json
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from kvconform.contract.events import lifecycle
 from kvconform.contract.steps import forks, restarts_process
 from kvconform.files import scratch_root
-from kvconform.process import watchdog
+from kvconform.process import scratch, watchdog
 from kvconform.process.supervisor import dies_with_parent
 from kvconform.process.watchdog import HookTimeout
 
@@ -132,7 +130,8 @@ def run_first_part(
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    note = Path(tempfile.mkdtemp(prefix="kvconform-", dir=scratch_root())) / "note"
+    folder = scratch.make("elsewhere", scratch_root())
+    note = folder / "note"
 
     def child() -> None:
         driver = None
@@ -161,7 +160,7 @@ def run_first_part(
         answer = "the process died"
     process.join(10)
     last = watchdog.read_note(note) if process.exitcode == watchdog.EXIT_HANG else None
-    shutil.rmtree(note.parent, ignore_errors=True)
+    scratch.discard(folder)
     if last is not None:
         watchdog.die_like(last)
     if isinstance(answer, str):
@@ -259,8 +258,7 @@ def _answer(
     `named` says in an error which run it is.
     """
     answer: bytes | None = None
-    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as name:
-        folder = Path(name)
+    with scratch.temporary("elsewhere", scratch_root()) as folder:
         said, status = _interpreter(job, folder, environment, without)
         last = watchdog.read_note(folder / "note") if status == watchdog.EXIT_HANG else None
         with contextlib.suppress(OSError):

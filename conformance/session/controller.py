@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime
@@ -31,6 +29,7 @@ from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
 from kvconform.judge.records import CaseReport, Verdict
 from kvconform.judge.verdict import rows_for
 from kvconform.live.random import spec_for
+from kvconform.process import scratch
 from kvconform.process.servers import Commands
 from kvconform.process.watchdog import Note, read_note
 from kvconform.report import jsonl, statement, summary, terminal
@@ -41,7 +40,7 @@ from kvconform.report.merge import JUNIT
 from kvconform.report.progress import Progress
 from kvconform.run.lines import Lines
 from kvconform.session import crash
-from kvconform.session.worker import RUNNER, SPENT, START
+from kvconform.session.worker import RUNNER, SPENT, START, server_problems
 
 STARTS = 3
 """The run is aborted at this number of worker deaths before any case, or of worker failures."""
@@ -89,7 +88,8 @@ class Controller:
         selection = select(self.spec, settings, self.vllm)
         self.collector = Collector(self.spec, settings, selection, self.vllm)
         self.folder = Path(settings.report_dir)
-        self.scratch = Path(tempfile.mkdtemp(prefix="kvconform-run-"))
+        scratch.remove_abandoned()
+        self.scratch = scratch.make("run", keep=settings.debug)
         self.commands = Commands(settings, self.scratch, self.folder / "logs" / "commands.log")
         self.progress = Progress(console, len(selection.variants))
         self.began = time.monotonic()
@@ -314,16 +314,21 @@ class Controller:
         return code
 
     def tear_down(self) -> None:
-        """Run the tear-down commands, unless they have run already."""
-        for sentence in self.commands.down():
-            self.console.print(f"[yellow]warning[/]     {escape(sentence)}")
+        """Run the tear-down commands, unless they have run already.
+
+        What went wrong with them, and with the servers of the workers, becomes a warning.
+        """
+        for sentence in [*server_problems(self.scratch), *self.commands.down()]:
+            if sentence not in self.warnings:
+                self.warnings.append(sentence)
+                self.console.print(f"[yellow]warning[/]     {escape(sentence)}")
 
     def clean_up(self) -> None:
         """Remove everything but the reports; with --debug, keep temporary files. Idempotent."""
         self.progress.stop()
         self.tear_down()
         if not self.settings.debug:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            scratch.discard(self.scratch)
 
     def _report(self) -> int:
         """Write and print all reports, and return the exit code."""

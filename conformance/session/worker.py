@@ -77,6 +77,8 @@ START = "(start of the worker)"
 """Case in the note of a worker that is importing vLLM and constructing the connector."""
 SPENT = "(end of the worker)"
 """Case in the note of a worker that ended on purpose after a result, to be replaced."""
+PROBLEMS = ".servers.json"
+"""End of the name of the file with what went wrong with a worker's servers."""
 MAIN = "main"
 """Name of the worker that is the controller's own process. It cannot be replaced."""
 START_LIMIT = 300.0
@@ -162,7 +164,14 @@ class Worker:
         watchdog.stop()
         for name in self._folders:
             os.environ.pop(name, None)
-        self.servers.down()
+        self._stop_servers()
+
+    def _stop_servers(self) -> None:
+        """Stop the servers, and leave word of what went wrong for `server_problems`."""
+        problems = self.servers.down()
+        if problems:
+            word = self.scratch / f"{self.name}{PROBLEMS}"
+            word.write_text(json.dumps(problems), encoding="utf-8")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Any:
@@ -183,7 +192,7 @@ class Worker:
         """
         done = yield
         if nextitem is not None and self.name != MAIN and watchdog.has_expired():
-            self.servers.down()
+            self._stop_servers()
             watchdog.leave_word(SPENT)
             os._exit(0)
         return done
@@ -316,6 +325,12 @@ class Worker:
 RELATIONS = (
     "connector|no-connector|pickled-metadata|second-process|hash-seed|repeat|inside-multi|alone"
 )
+
+
+def server_problems(scratch: Path) -> list[str]:
+    """Return sentences about what went wrong with the servers of workers that have ended."""
+    words = sorted(scratch.glob(f"*{PROBLEMS}"))
+    return [sentence for word in words for sentence in json.loads(word.read_bytes())]
 
 
 def normalised(text: str, tmp: Path) -> str:

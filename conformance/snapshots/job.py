@@ -7,7 +7,6 @@ import fnmatch
 import itertools
 import os
 import sys
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvconform.contract.case import Case
 from kvconform.contract.loader import Spec, load_spec
 from kvconform.contract.profile import select as select_profile
 from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.process import scratch
 from kvconform.process.servers import Servers
 from kvconform.snapshots import normalise
 from kvconform.snapshots.document import KINDS, document, dumps, tensors
@@ -70,9 +70,9 @@ class Job:
         self.looked_at: set[str] = set()
         self.error: UsageError | EnvironmentProblem | None = None
         self._numbers = itertools.count()
-        self._scratch = tempfile.TemporaryDirectory(prefix="kvconform-")
+        self._scratch = scratch.make("snapshot")
         self._servers = Servers(
-            settings, Path(self._scratch.name) / "servers", Path(settings.report_dir) / "logs"
+            settings, self._scratch / "servers", Path(settings.report_dir) / "logs"
         )
         StoreExtension.current, StoreExtension.updating = self.store, updating
 
@@ -88,7 +88,7 @@ class Job:
         self._servers.up()
         os.environ.update(self.settings.env)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        smoke.check(smoke.target_of(self.settings), Path(self._scratch.name), 120.0)
+        smoke.check(smoke.target_of(self.settings), self._scratch, 120.0)
 
     def _chosen(self) -> list[Case]:
         if not self.settings.select:
@@ -116,7 +116,7 @@ class Job:
         target: Target = smoke.target_of(self.settings)
         found = []
         for variant in cells(case, self.engine):
-            tmp = Path(self._scratch.name) / f"{next(self._numbers)}-{variant.scheduling}"
+            tmp = self._scratch / f"{next(self._numbers)}-{variant.scheduling}"
             recording = record(variant, target, self.rules, seed=self.settings.seed, tmp=tmp)
             if recording is not None:
                 found.append(recording)
@@ -145,7 +145,7 @@ class Job:
     def close(self) -> None:
         """Stop the servers and remove the temporary directories of the runs."""
         self._servers.down()
-        self._scratch.cleanup()
+        scratch.discard(self._scratch)
 
 
 def _matching(entries: Iterable[str], spec: Spec) -> list[str]:

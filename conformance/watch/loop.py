@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import select
 import socket
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +20,7 @@ from rich.console import Console
 from kvconform.config.settings import Settings
 from kvconform.errors import KvconformError, UsageError
 from kvconform.files import scratch_root
+from kvconform.process.scratch import temporary
 from kvconform.process.watchdog import read_note
 from kvconform.report import jsonl
 from kvconform.session import crash
@@ -135,8 +135,7 @@ class Watcher:
             answered.append(result.variant)
             self._screen.peeked(result.variant, result.failed)
 
-        with tempfile.TemporaryDirectory(prefix="kvconform-peek-", dir=scratch_root()) as name:
-            scratch = Path(name)
+        with temporary("peek", scratch_root()) as scratch:
             try:
                 self._ask(
                     lambda: client.run(

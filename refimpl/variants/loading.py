@@ -57,6 +57,18 @@ class Uneven(Undecided):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
+class HonoursSkip(ReferenceConnector):
+    """Does not look up a request that asks to skip the prefix cache; saves it.
+
+    vLLM drops the answer (Scheduler.schedule), and its own connectors return early, too.
+    """
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
 class NeverHits(ReferenceConnector):
     """Stores everything and finds nothing, like a producer for other engines."""
 

@@ -3,13 +3,14 @@
 
 They cover, by section of systems.md:
 
-- B4-B7: skipped, partial and large chunks, selective saves (`saving`, `unfull`, `chunk-256`);
+- B4-B7: skipped, partial and large chunks, selective saves (`saving`, `unfull`, `chunk-256`,
+  `whole-chunks`);
 - B8: roles (`stores-nothing`, `peer`);
-- B12: options per request (`selective`);
+- B12: options per request (`selective`, `honours-skip`);
 - B13: disaggregated prefill (`peer`);
 - B14: pins (`tiers`);
 - C1: keys of chunks;
-- C2, C3: tiers and eviction (`tiers`);
+- C2, C3: tiers, eviction and slow writes to a lower level (`tiers`, `behind`);
 - C4: transfers after the step (`fencing`, `threads`);
 - C7, C8: lossy serialisation, chunks that are not a prefix (`lossy`).
 """
@@ -37,6 +38,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lazy": (f"{HERE}.saving:LazySaver", {}),
     "whole-prompt": (f"{HERE}.saving:WholePromptSaver", {}),
     "at-finish": (f"{HERE}.saving:AtFinish", {}),
+    "whole-chunks": (f"{HERE}.saving:WholeChunks", {"chunk_tokens": 16}),
     "stores-nothing": (f"{HERE}.saving:StoresNothing", {}),
     "selective": (f"{HERE}.saving:Selective", {}),
     "never-hits": (f"{HERE}.loading:NeverHits", {}),
@@ -57,8 +59,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layerwise": True,
         },
     ),
+    "write-behind": (f"{HERE}.behind:SlowWriteBehind", {"load": "async"}),
     "undecided": (f"{HERE}.loading:Undecided", {}),
     "uneven": (f"{HERE}.loading:Uneven", {}),
+    "honours-skip": (f"{HERE}.loading:HonoursSkip", {}),
     "block-filler": (f"{HERE}.loading:BlockFiller", {"whole_blocks": False}),
     "delayed": (f"{HERE}.loading:Delayed", {"load": "async", "async_saves": True, "save_delay": 3}),
     "unreliable": (f"{HERE}.loading:Unreliable", {}),

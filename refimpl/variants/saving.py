@@ -41,6 +41,19 @@ class AtFinish(ReferenceConnector):
         return 0
 
 
+class WholeChunks(ReferenceConnector):
+    """Saves and serves whole chunks of several blocks only.
+
+    Up to which position a connector claims is its own decision
+    (KVConnectorBase_V1.get_num_new_matched_tokens). A chunk with the last known token is not
+    served, because the engine computes that token.
+    """
+
+    def _claim(self, request: Request, found: int) -> int:
+        claim = super()._claim(request, found)
+        return claim - claim % self.options.chunk_tokens
+
+
 class StoresNothing(ReferenceConnector):
     """Looks up and loads, like a consumer of a store that others fill; saves nothing itself."""
 

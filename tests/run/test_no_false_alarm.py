@@ -3,19 +3,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from core_rig import REFERENCE, make_case, select
+from core_rig import BLOCK, REFERENCE, make_case, select
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import CAPABILITIES
 from kvconform.contract.case import Case, Variant
 from kvconform.contract.loader import load_spec
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.defects.losses import StoresEveryStep
+from kvconform.refimpl.variants.saving import WholeChunks
 from kvconform.run.calibration import takes_every_stage
 from kvconform.run.case import run_and_judge
 
@@ -73,8 +78,11 @@ class Counts(ReferenceConnector):
         return super().get_kv_connector_stats()
 
 
-def judged(cls: type, case: Case, tmp_path: Path, *, engine: str = "vllm") -> CaseReport:
-    target = Target(f"{__name__}:{cls.__name__}", {"store": "{tmp}"}, stall_seconds=0.1)
+def judged(
+    cls: type, case: Case, tmp_path: Path, *, engine: str = "vllm", **options: Any
+) -> CaseReport:
+    extra = {"store": "{tmp}", **options}
+    target = Target(f"{__name__}:{cls.__name__}", extra, stall_seconds=0.1)
     variant = Variant(case, engine, "sync", "v1", 1, case.config.block_size)
     return run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "run")
 
@@ -174,3 +182,104 @@ class Once(ReferenceConnector):
             raise RuntimeError("already shut down")
         self._down = True
         super().shutdown()
+
+
+RESET: dict[str, Any] = {"reset": {"running": False, "connector": True}}
+PREEMPT_ALL: dict[str, Any] = {"reset": {"running": True, "connector": True}}
+REUSED: Steps = [
+    {"add": {"req": "a", "prompt": 13, "max_tokens": 2}},
+    RUN,
+    *(
+        step
+        for name in "bcde"
+        for step in (
+            RESET,
+            {"add": {"req": name, "prompt": {"same": "a"}, "max_tokens": 2, "id": "a"}},
+            RUN,
+        )
+    ),
+]
+"""Five requests under one id, each upon a store that was emptied."""
+RESTARTED: Steps = [
+    {"add": {"req": "a", "prompt": 12, "max_tokens": 8}},
+    *(step for _ in range(5) for step in ({"step": 1}, PREEMPT_ALL)),
+    RUN,
+]
+"""A request that computes its prompt six times, as the store is emptied after each."""
+
+
+@pytest.mark.parametrize("steps", [REUSED, RESTARTED], ids=["reused-id", "reset"])
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_what_is_stored_again_in_an_emptied_store_is_not_stored_in_every_step(
+    engine: str, steps: Steps, tmp_path: Path
+) -> None:
+    report = judged(ReferenceConnector, make_case(steps), tmp_path, engine=engine)
+    saves = [e for e in select(report.trace, "plan") if e["op"] == "save"]
+    assert max(Counter((e["req"], e["key"]) for e in saves).values()) > 3
+    assert next(row for row in report.rows if row.requirement == "save.once").verdict == "PASS"
+    assert failed(report) == []
+
+
+def test_a_step_that_stores_everything_again_is_noticed_beside_resets(tmp_path: Path) -> None:
+    steps = [*REUSED[:-2], {"add": {"req": "f", "prompt": 13, "max_tokens": 9, "id": "a"}}, RUN]
+    assert failed(judged(StoresEveryStep, make_case(steps), tmp_path)) == ["save.once"]
+
+
+class AnnouncesBlocks(WholeChunks):
+    """Announces each block of a chunk that is loaded as a whole."""
+
+    def _expect(self, tracked: Any, pieces: Any) -> bool:
+        found = super()._expect(tracked, pieces)
+        for chunk in self._planned.values():
+            if len(chunk.hashes) == 1:
+                keys = [maybe_convert_block_hash(key) for key in tracked.request.block_hashes]
+                end = keys.index(chunk.hashes[0]) + 1
+                chunk.hashes = keys[end - CHUNK // BLOCK : end]
+        return found
+
+    def take_events(self) -> Any:
+        events = super().take_events()
+        for event in events:
+            if isinstance(event, BlockStored):
+                event.block_size = BLOCK
+        return events
+
+
+class UndeclaredChunks(WholeChunks):
+    """Does not declare the size of its chunks, each of which is announced as one block."""
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        found = super().kvconform_capabilities(extra_config)
+        return {name: value for name, value in found.items() if name != "chunk_tokens"}
+
+
+CHUNK = 16
+TWO_CHUNKS: Steps = [
+    {"add": {"req": "a", "prompt": 2 * CHUNK, "max_tokens": 2}},
+    RUN,
+    {"drop-local": {}},
+]
+
+
+@pytest.mark.parametrize("cls", [WholeChunks, UndeclaredChunks, AnnouncesBlocks])
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_the_chunk_of_the_last_token_need_not_be_served(
+    engine: str, cls: type, tmp_path: Path
+) -> None:
+    steps = [*TWO_CHUNKS, {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 2}}, RUN]
+    report = judged(cls, make_case(steps), tmp_path, engine=engine, chunk_tokens=CHUNK)
+    (asked,) = select(report.trace, "events.lookup", req="b")
+    assert (asked["known"], asked["got"]) == (2 * CHUNK, CHUNK)
+    assert next(row for row in report.rows if row.requirement == "events.reachable").verdict == (
+        Verdict.PASS
+    )
+    assert failed(report) == []
+
+
+def test_a_block_that_comes_only_with_its_chunk_is_not_to_be_announced(tmp_path: Path) -> None:
+    half = {"req": "b", "prompt": {"of": "a", "tokens": CHUNK + 2 * BLOCK, "then": 5}}
+    steps = [*TWO_CHUNKS, {"add": half}, RUN]
+    report = judged(AnnouncesBlocks, make_case(steps), tmp_path, chunk_tokens=CHUNK)
+    assert failed(report) == ["events.reachable"]
+    assert failed(judged(WholeChunks, make_case(steps), tmp_path, chunk_tokens=CHUNK)) == []

@@ -71,6 +71,46 @@ def test_conformant(tmp_path: Path) -> None:
     assert (suite.get("name"), suite.get("tests"), suite.get("failures")) == ("kvconform", "2", "0")
 
 
+def test_what_goes_wrong_with_the_servers_of_a_worker_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "kvconform.toml").write_text(
+        """
+[[servers]]
+name = "store"
+command = "exec sleep 600"
+ready = {command = "true"}
+stop = "false"
+"""
+    )
+    result = kvconform(tmp_path, "json:Fake", "--workers", "2")
+    assert result.code == 0
+    sentence = "stop command `false` of server store failed"
+    assert result.out.count(f"warning     {sentence}") == 1
+    assert result.lines[0]["warnings"].count(sentence) == 1
+
+
+def test_the_folder_of_a_killed_run_is_removed_by_the_next(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = {**FAKE, "TMPDIR": str(temporary)}
+    command = ["run", "json:Fake", "-k", CASES[0], "--engine", "reference", "--workers", "1"]
+    hanging = [*command, "--extra-config", json.dumps({"hang": [CASES[0]]})]
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvconform", *hanging, "--report-dir", "first"],
+        cwd=tmp_path,
+        env={**os.environ, **env},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as killed:
+        until = time.monotonic() + 60
+        while not list(temporary.glob("kvconform-run-*/.owner")) and time.monotonic() < until:
+            time.sleep(0.02)
+        killed.kill()
+        folders = [*temporary.glob("kvconform-run-*")]
+    assert len(folders) == 1 and folders[0].exists()
+    program_rig.kvconform(*command, cwd=tmp_path, env=env)
+    assert not [*temporary.glob("kvconform-run-*")]
+
+
 def test_a_failure_is_shown_once_with_all_that_is_known(tmp_path: Path) -> None:
     result = kvconform(
         tmp_path,

@@ -30,12 +30,41 @@ class Survivor:
 
 
 @dataclass(frozen=True)
+class Module:
+    """How many mutants a module of a subject has, and how many of those have a result.
+
+    `total`: None for a module outside the repository, whose source depends on what is installed.
+    """
+
+    name: str
+    total: int | None
+    judged: int
+
+
+@dataclass(frozen=True)
 class Chapter:
     """The results of one subject."""
 
     subject: Subject
     results: list[Result]
     judgements: dict[Site, Judgement]
+    modules: list[Module]
+
+    @property
+    def all_mutants(self) -> int | None:
+        """The number of mutants of all modules; None if it is unknown."""
+        totals = [each.total for each in self.modules if each.total is not None]
+        return sum(totals) if len(totals) == len(self.modules) else None
+
+    @property
+    def judged(self) -> int:
+        """The number of mutants that have a result."""
+        return sum(each.judged for each in self.modules)
+
+    @property
+    def never_judged(self) -> list[str]:
+        """The modules without any judged mutant."""
+        return [each.name for each in self.modules if not each.judged]
 
     @property
     def total(self) -> Score:
@@ -78,8 +107,36 @@ def chapters(root: Path, folder: Path = FOLDER) -> list[Chapter]:
     for name, subject in subjects().items():
         results = result.read(root / RESULTS / f"{name}.jsonl")
         if results:
-            found.append(Chapter(subject, results, judgement.read(name, folder)))
+            known = judgement.read(name, folder)
+            found.append(Chapter(subject, results, known, modules_of(subject, results, root)))
     return found
+
+
+def modules_of(subject: Subject, results: list[Result], root: Path) -> list[Module]:
+    """Return the modules of a subject, in the order of its file.
+
+    Results about lines that a module no longer has are not counted.
+    """
+    found = []
+    for name in subject.modules:
+        judged = {each.site for each in results if each.module == name}
+        total = None
+        if _is_ours(name, subject, root):
+            source = path_of(name, subject, root).read_bytes()
+            sites = {each.site for each in mutations_of(source, name)}
+            judged &= sites
+            total = len(sites)
+        found.append(Module(name, total, len(judged)))
+    return found
+
+
+def _is_ours(name: str, subject: Subject, root: Path) -> bool:
+    """Return whether a module's source is part of the repository."""
+    try:
+        path = path_of(name, subject, root).resolve()
+    except UsageError:  # not installed
+        return False
+    return path.is_relative_to(root.resolve()) and "site-packages" not in path.parts
 
 
 def texts(root: Path) -> dict[Path, str]:
@@ -98,6 +155,10 @@ def texts(root: Path) -> dict[Path, str]:
     data = {
         each.subject.id: {
             "total": each.total.to_dict(),
+            "coverage": {
+                module.name: {"mutants": module.total, "judged": module.judged}
+                for module in each.modules
+            },
             "modules": {name: score.to_dict() for name, score in each.by_module.items()},
             "operators": {name: score.to_dict() for name, score in each.by_operator.items()},
         }

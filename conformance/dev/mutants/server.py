@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -31,7 +30,7 @@ from kvconform.dev.mutants.original import Original
 from kvconform.dev.mutants.result import Result
 from kvconform.dev.mutants.subject import Run, Subject, path_of, runs_of, settings_of
 from kvconform.files import scratch_root
-from kvconform.process import watchdog
+from kvconform.process import scratch, watchdog
 from kvconform.run.runs import PlainRuns
 
 HOOK_TIMEOUT = 10.0
@@ -72,7 +71,7 @@ class Server:
         self._judged = select(spec, first, vllm).judged
         self._paths = {name: path_of(name, subject, root) for name in subject.modules}
         self._plain: dict[str, PlainRuns] = {}
-        self._scratch = Path(tempfile.mkdtemp(prefix="kvconform-mutants-", dir=scratch_root()))
+        self._scratch = scratch.make("mutants", scratch_root())
         self._number = 0
         self.original = Original("")
 
@@ -80,7 +79,7 @@ class Server:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        scratch.discard(self._scratch)
 
     def source(self, module: str) -> bytes:
         """Return the original source of one of the subject's modules."""

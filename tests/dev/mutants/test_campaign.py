@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from kvconform.dev.mutants.order import Killers
 from kvconform.dev.mutants.original import Original, read
 from kvconform.dev.mutants.result import Result
 from kvconform.dev.mutants.sites import mutations_of
-from kvconform.dev.mutants.subject import Setup, path_of, settings_of, subjects
+from kvconform.dev.mutants.subject import Setup, Subject, path_of, settings_of, subjects
 from kvconform.errors import UsageError
 from places import ROOT
 
@@ -134,6 +135,39 @@ def test_judgements_and_pages_are_current(monkeypatch: pytest.MonkeyPatch) -> No
     assert page.problems(ROOT) == []
     for path, text in page.texts(ROOT).items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is stale"
+
+
+def test_a_module_without_a_judged_mutant_is_named(tmp_path: Path) -> None:
+    """Results about lines that are gone do not count; nor are installed packages counted."""
+    (tmp_path / "settings.toml").write_text('pythonpath = ["."]\n')
+    for name in ("one_of_mine", "other_of_mine"):
+        (tmp_path / f"{name}.py").write_bytes(SOURCE)
+    setup = {"id": "s", "file": "settings.toml"}
+    subject = Subject.model_validate(
+        {
+            "id": "s",
+            "text": "t",
+            "connector": "one_of_mine:C",
+            "modules": ["one_of_mine", "other_of_mine", "pydantic.main", "not_installed"],
+            "setups": [setup],
+        }
+    )
+    site = next(iter(mutations_of(SOURCE, "one_of_mine"))).site
+    results = [
+        result.of(each, subject="s", digest="d", suite="x", outcome="killed")
+        for each in (site, replace(site, line="return gone"), replace(site, module="pydantic.main"))
+    ]
+    modules = page.modules_of(subject, results, tmp_path)
+    total = len(ALL)
+    assert [(each.name, each.total, each.judged) for each in modules] == [
+        ("one_of_mine", total, 1),
+        ("other_of_mine", total, 0),
+        ("pydantic.main", None, 1),
+        ("not_installed", None, 0),
+    ]
+    chapter = page.Chapter(subject, results, {}, modules)
+    assert chapter.never_judged == ["other_of_mine", "not_installed"]
+    assert (chapter.judged, chapter.all_mutants) == (2, None)
 
 
 def test_every_survivor_on_record_has_its_diff() -> None:
