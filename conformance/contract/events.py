@@ -612,6 +612,13 @@ _kind(
     "early_reads = where work on other streams was queued that read too early, so far.",
 )
 _kind(
+    "load.foreign",
+    "kv",
+    "req:str generation:int transfer:str? tokens:int",
+    "A load brought the right KV of tokens that no engine of this run had computed: KV of another "
+    "run, because the store is not the run's own. tokens = how many.",
+)
+_kind(
     "kv.wrong",
     "kv",
     "req:str generation:int layer:int kv:str pos:int count:int block:int via:str "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from kvconform.judge.foreign import TRUTH, UNHEARD
 from kvconform.judge.records import Row
 
 
@@ -47,7 +48,14 @@ def stage(row: Row) -> Stage:
     """Return the stage of a failure."""
     if row.kind == "guarantee" and row.requirement not in AT_THE_END:
         return Stage.ENGINE
+    if is_unheard(row):
+        return Stage.CALL
     for found, names in _STAGES:
         if row.requirement.startswith(names):
             return found
     return Stage.CALL
+
+
+def is_unheard(row: Row) -> bool:
+    """Return whether a failure is a hit of a request of which nothing was computed in its run."""
+    return row.requirement == TRUTH and UNHEARD in row.cause

@@ -100,6 +100,8 @@ class Controller:
         self._early_deaths = 0
         self._troubles = 0
         self._ran_something = False
+        self.foreign = False
+        """Whether a run loaded KV of another run: what the others say is worth nothing."""
 
     # -- pytest's hooks
 
@@ -141,6 +143,9 @@ class Controller:
         if found.abort is not None:
             self._trouble(*found.abort)
         self._take(found, getattr(report, "kvconform_lines", {}), report.duration)
+        if found.foreign is not None:
+            self.foreign = True
+            self.stop(UsageError(found.foreign))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
@@ -354,7 +359,7 @@ class Controller:
             self.problem = self.problem or EnvironmentProblem(
                 f"the report cannot be written to {self.folder}: {error.strerror or error}"
             )
-        if self.collector.reports:
+        if self.collector.reports and not self.foreign:
             terminal.report(
                 self.console, self.collector, rows, found, where=str(self.folder), seconds=seconds
             )
