@@ -179,8 +179,8 @@ class CaseReport:
     The run fills in `rows` to `doubts`, and `trace` and `excerpts`, which do not leave its process.
     The worker makes `timelines`, `story` and `printed` from these. `abort` is set if the whole
     session cannot continue: an exit code and a sentence. `refused` is the sentence of a worker that
-    runs no case, because vLLM does not construct the class. `foreign` says that the run loaded KV of
-    another run, and what to do: the session ends.
+    runs no case, because vLLM does not construct the class. `foreign` says what to do if
+    the run loaded KV of another run: the session ends.
     """
 
     __pydantic_config__ = STRICT
