@@ -52,7 +52,7 @@ def print_failures(
     sections = [root for root in found if verbose or root.counts or root.row.kind == "guarantee"]
     console.print()
     for number, root in enumerate(found, 1):
-        _overview(console, number, root)
+        _overview(console, number, root, place=root not in sections)
     for number, root in enumerate(sections, 1):
         if number > 1 and not verbose:
             _folded(console, collector, root, number, brief=number > EXPLAINED)
@@ -65,8 +65,11 @@ def print_failures(
             _whole(console, collector, group, None, root.row.requirement)
 
 
-def _overview(console: Console, number: int, root: Root) -> None:
-    """Print the line of a root cause: what it is, and what follows from it."""
+def _overview(console: Console, number: int, root: Root, *, place: bool) -> None:
+    """Print the line of a root cause: what it is, and what follows from it.
+
+    With `place`, print where it fails, too: it has no section.
+    """
     first = root.row
     text = f"{first.requirement}: {headline(first)}."
     if number_of := root.number:
@@ -78,6 +81,11 @@ def _overview(console: Console, number: int, root: Root) -> None:
         text += f" [{what}]"
     for line in wrapped(text, console.width, label, " " * len(label)):
         console.print(Text(line, style="bold"), soft_wrap=True)
+    if place:
+        more = len({row.run for row in root.group}) - 1
+        where = f"{first.run}, and {many(more, 'more run')}" if more else first.run
+        for line in wrapped(where, console.width, "   where: ", " " * 10):
+            console.print(Text(line), soft_wrap=True)
 
 
 def _title(console: Console, row: Row, number: int | None, of: str | None) -> None:

@@ -88,6 +88,7 @@ class Controller:
         self.spec = spec_for(settings)
         selection = select(self.spec, settings, self.vllm)
         self.collector = Collector(self.spec, settings, selection, self.vllm)
+        self.hint = terminal.hint_of(self.collector)  # before the last report is gone
         self.folder = Path(settings.report_dir)
         self.scratch = Path(tempfile.mkdtemp(prefix="kvconform-run-"))
         self.commands = Commands(settings, self.scratch, self.folder / "logs" / "commands.log")
@@ -108,7 +109,7 @@ class Controller:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
         """Print the header, open the report, and run the set-up commands."""
-        terminal.header(self.console, self.collector, self.warnings)
+        terminal.header(self.console, self.collector, self.warnings, hint=self.hint)
         try:
             self.open_report()
             self.commands.up()

@@ -158,6 +158,11 @@ def test_advice_alone_is_one_line_below_the_areas() -> None:
     assert "1. save.as-plain: less came back. [recommended only; it counts with --strict]" in lines
     assert not any(line.startswith("── ") for line in lines)
     assert any(line.startswith("load ") for line in lines) and len(lines) <= 40
+    [place] = [line for line in lines if line.startswith("   where: ")]
+    assert place in [f"   where: {run}, and 1 more run" for run in found.reports]
+    area = SPEC.requirements["save.as-plain"].area
+    assert any(line.startswith(f"{area} ") and "1 recommendation" in line for line in lines)
+    assert not any(" fail" in line for line in lines if line.startswith(f"{area} "))
 
 
 def test_a_broken_guarantee_has_a_section_of_its_own() -> None:
