@@ -285,7 +285,8 @@ _kind(
     "value_ok:bool "
     "mutated_args:bool params_msgpack_ok:bool params_aliased:bool called_seq:int layer:str? "
     "timed_out:bool",
-    "A hook returned or raised; value_ok and params_* are true where they do not apply.",
+    "A hook returned or raised. value = what it returned, as short text: 'None', 'False', "
+    "'(0, False)'. value_ok and params_* are true where they do not apply.",
 )
 _kind(
     "meta.built",
