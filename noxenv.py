@@ -333,7 +333,17 @@ def overlay(env: Environment, base: Environment) -> Path:
     (here / "kvconform-base.pth").write_text(
         f"import site; site.addsitedir({base.ask(site)!r})\n", encoding="utf-8"
     )
+    command(env)
     return here
+
+
+def command(env: Environment) -> None:
+    """Write the command `kvconform` of an environment that has the package from another one."""
+    if os.name == "nt":
+        return
+    path = env.python.parent / "kvconform"
+    path.write_text(f"#!{env.python}\nfrom kvconform.cli import main\n\nmain()\n", encoding="utf-8")
+    path.chmod(0o755)
 
 
 def lend(env: Environment, base: Environment | None) -> None:

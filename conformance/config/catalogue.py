@@ -125,7 +125,8 @@ def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None
         elif looks_like_a_class:
             hint = f"; did you mean {module}:{name}?"
         else:
-            hint = f"; if {connector} is the module, add its class: {connector}:MyConnector"
+            hint = _of_module(connector, pythonpath)
+            hint = hint or f"; if {connector} is the module, add its class: {connector}:MyConnector"
         raise UsageError(
             f"{connector!r} does not name a connector: "
             f"write package.module:Class, or a name that vLLM knows{hint}"
@@ -161,10 +162,47 @@ def check_connector_exists(connector: str, pythonpath: Sequence[str] = ()) -> No
     if ":" in connector:
         _check_class(connector, pythonpath)
     else:
-        _check_registered(connector)
+        _check_registered(connector, pythonpath)
 
 
-def _check_registered(name: str) -> None:
+def _of_module(name: str, pythonpath: Sequence[str]) -> str:
+    """Return `; did you mean name:Class?` with the connectors of a module, or "". Imports nothing.
+
+    What a package imports from its modules, and is called so, counts.
+    """
+    places: Sequence[str] | None = [*sys.path, *pythonpath]
+    found = None
+    for depth in range(1, name.count(".") + 2):
+        full = ".".join(name.split(".")[:depth])
+        found = importlib.machinery.PathFinder.find_spec(full, places)
+        if found is None:
+            return ""
+        places = list(found.submodule_search_locations or ())
+    if found is None or not (found.origin or "").endswith(".py"):
+        return ""
+    try:
+        tree = ast.parse(Path(found.origin or "").read_text(encoding="utf-8"))
+    except (SyntaxError, OSError, ValueError):
+        return ""
+    classes = [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        and any("Connector" in ast.unparse(base) for base in node.bases)
+        and not any("Metadata" in ast.unparse(base) for base in node.bases)
+    ]
+    if not classes:
+        classes = [
+            alias.asname or alias.name
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("vllm.")
+            for alias in node.names
+            if (alias.asname or alias.name).endswith("Connector")
+        ]
+    return f"; did you mean {' or '.join(f'{name}:{each}' for each in classes)}?" if classes else ""
+
+
+def _check_registered(name: str, pythonpath: Sequence[str] = ()) -> None:
     """Raise UsageError if the installed vLLM's factory registers no connector of this name.
 
     Plugins of vLLM may register others, so nothing is known where some are installed.
@@ -181,7 +219,8 @@ def _check_registered(name: str) -> None:
     except (OSError, SyntaxError):
         return
     if known and name not in known:
-        close = did_you_mean(name, known) or f"; it knows {', '.join(known)}"
+        close = _of_module(name, pythonpath) or did_you_mean(name, known)
+        close = close or f"; it knows {', '.join(known)}"
         raise UsageError(
             f"vLLM knows no connector named {name!r}: give it as package.module:Class{close}"
         )

@@ -143,6 +143,7 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
     """Select by the settings. UsageError for unknown ids, or if nothing is left to run."""
     if settings.profile not in spec.profiles:
         close = did_you_mean(settings.profile, spec.profiles)
+        close = close or f"; the profiles are {', '.join(spec.profiles)}"
         raise UsageError(f"there is no profile {settings.profile!r}{close}")
     known = vllm != "unknown"
     in_force = [req for req in spec.requirements.values() if not known or req.in_force(vllm)]

@@ -285,7 +285,8 @@ _kind(
     "value_ok:bool "
     "mutated_args:bool params_msgpack_ok:bool params_aliased:bool called_seq:int layer:str? "
     "timed_out:bool",
-    "A hook returned or raised; value_ok and params_* are true where they do not apply.",
+    "A hook returned or raised. value = what it returned, as short text: 'None', 'False', "
+    "'(0, False)'. value_ok and params_* are true where they do not apply.",
 )
 _kind(
     "meta.built",
@@ -611,6 +612,13 @@ _kind(
     "undisturbed = nothing in the case takes away what is stored. by_group = those of several "
     "groups that lack something: number, tokens per block, positions, block table. "
     "early_reads = where work on other streams was queued that read too early, so far.",
+)
+_kind(
+    "load.foreign",
+    "kv",
+    "req:str generation:int transfer:str? tokens:int",
+    "A load brought the right KV of tokens that no engine of this run had computed: KV of another "
+    "run, because the store is not the run's own. tokens = how many.",
 )
 _kind(
     "kv.wrong",

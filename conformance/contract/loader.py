@@ -275,16 +275,21 @@ class _Loader:
             return model.model_validate(raw)
         except ValidationError as error:
             entry = () if index is None else (index,)
-            seen: set[tuple[int, str]] = set()
+            found: dict[tuple[int, str], list[str]] = {}
             for problem in error.errors(include_url=False, include_input=False):
                 cause = problem.get("ctx", {}).get("error")
                 loc = (*problem["loc"], *(cause.path if isinstance(cause, WrongPart) else ()))
                 line = line_of(file.lines, (*entry, *loc))
-                where, sentence = words(model, loc, problem["type"], problem["msg"])
-                if (line, sentence) not in seen:
-                    seen.add((line, sentence))
-                    where = f"{where}: " if where else ""
-                    self.problem(Location(file.name, line), where + sentence)
+                where, sentence = words(model, written(raw, loc), problem["type"], problem["msg"])
+                sentences = found.setdefault((line, where), [])
+                if sentence not in sentences:
+                    sentences.append(sentence)
+            said: set[tuple[int, str]] = set()
+            for (line, where), sentences in found.items():
+                for sentence in _joined(sentences):
+                    if (line, sentence) not in said:
+                        said.add((line, sentence))
+                        self.problem(Location(file.name, line), _told(where, sentence))
             return None
 
     def entries(self, model: type[M], name: str, text: str) -> Iterator[tuple[M, File, int]]:
@@ -415,6 +420,66 @@ class _Loader:
                 self.problem(file.place(index), "a defect needs an id")
 
 
+def written(raw: Any, loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Return a pydantic error's place without the parts below a value that the file has as one.
+
+    A short form (`prompt: 9`) is turned into a map, whose fields are not in the file.
+    """
+    value = raw
+    for number, part in enumerate(loc):
+        if not isinstance(value, dict | list):
+            return loc[:number]
+        inside = part in value if isinstance(value, dict) else part in range(len(value))
+        if inside:  # else it is the tag of a union
+            value = value[part]  # type: ignore[index]
+    return loc
+
+
+MUST_BE = "must be "
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "string": "text",
+    "bool": "true or false",
+    "list": "a list",
+    "dict": "a map",
+    "model": "a map",
+    "model_attributes": "a map",
+}
+"""Types of YAML in words, by the first part of pydantic's types of errors."""
+
+
+def _sentence(kind: str, message: str) -> str:
+    """Return what pydantic says of a value, in words."""
+    if kind == "missing":
+        return "is missing"
+    name = kind.removesuffix("_type").removesuffix("_parsing")
+    if name != kind and name in _TYPES:
+        return MUST_BE + _TYPES[name]
+    return message.removeprefix("Value error, ").replace("Input should be ", MUST_BE, 1)
+
+
+def _joined(sentences: Sequence[str]) -> list[str]:
+    """Return sentences about one value; what it may be is one sentence."""
+    kinds = [each.removeprefix(MUST_BE) for each in sentences if each.startswith(MUST_BE)]
+    others = [each for each in sentences if not each.startswith(MUST_BE)]
+    return [*([MUST_BE + ", or ".join(kinds)] if kinds else []), *others]
+
+
+def _told(where: str, sentence: str) -> str:
+    """Return a sentence about the value at `where`."""
+    if not where:
+        return sentence
+    direct = sentence.startswith(MUST_BE) or sentence == "is missing"
+    return f"{where} {sentence}" if direct else f"{where}: {sentence}"
+
+
+UNKNOWN = "extra_forbidden"
+"""Pydantic's type of error for a field that does not exist."""
+PARTS = {"steps": "step", "expect": "expectation"}
+"""Lists of a case whose entries are named by their operation."""
+
+
 def words(
     model: type[Model], loc: tuple[str | int, ...], kind: str, message: str
 ) -> tuple[str, str]:
@@ -430,20 +495,24 @@ def words(
         known = {name for part in parts for name in part.get("properties", ())}
     where = ""
     rest = list(loc)
-    if len(loc) > 3 and loc[0] == "steps" and isinstance(loc[1], int):
-        where = f"step {loc[1] + 1} ({loc[2]}):"
+    if len(loc) > 3 and loc[0] in PARTS and isinstance(loc[1], int):
+        where = f"{PARTS[str(loc[0])]} {loc[1] + 1} ({loc[2]}):"
         fields = [part for part in loc[3:-1] if isinstance(part, int) or part in known - {loc[2]}]
         rest = [*fields, *([loc[-1]] if loc[-1] not in fields[-1:] else [])]
         if rest and isinstance(rest[0], str):
             where, rest = f"{where} {rest[0]}", rest[1:]
+    elif len(loc) > 1 and loc[0] in PARTS and isinstance(loc[1], int):
+        where, rest = f"{PARTS[str(loc[0])]} {loc[1] + 1}", list(loc[2:])
+        if rest and kind != UNKNOWN:
+            where, rest = f"{where} ({rest[0]})", rest[1:]
     for part in rest:
         if isinstance(part, int):
             where += f" {part + 1}"
         else:
             where += f".{part}" if where else part
     where = where.strip()
-    if kind != "extra_forbidden":
-        return where, message.removeprefix("Value error, ")
+    if kind != UNKNOWN:
+        return where, _sentence(kind, message)
     if loc[-1] in known:  # a field of something else: its name is no correction
         return where, "there is no such field here"
     return where, f"there is no such field{did_you_mean(str(loc[-1]), sorted(known), 1)}"

@@ -55,7 +55,26 @@ def parse(text: str, name: str, lines: Lines | None = None) -> Any:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         where = Location(name, mark.line + 1 if mark else 1)
-        raise BrokenFile(Problem(where, problem)) from None
+        raise BrokenFile(Problem(where, f"not valid YAML: {_in_words(problem)}")) from None
+
+
+_PROBLEMS = (
+    (
+        "mapping values are not allowed",
+        "a second colon in one value (put it into quotes), or a line that is indented too far",
+    ),
+    ("expected <block end>", "this line is indented differently from those that it belongs to"),
+    ("expected ',' or", "a bracket or brace that begins before here is not closed"),
+    (r"found character '\t'", "a tab; indent with spaces"),
+    ("end of stream", "a quote, bracket or brace is not closed"),
+    ("found character", "a text that begins with a special character needs quotes"),
+)
+"""Beginnings of what the parser says, and the same in words."""
+
+
+def _in_words(problem: str) -> str:
+    """Return the parser's problem in words; its own, if there are none for it."""
+    return next((words for known, words in _PROBLEMS if known in problem), problem)
 
 
 class _Reader:

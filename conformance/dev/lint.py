@@ -47,7 +47,7 @@ RULES: dict[str, str] = {
     "L008": "a bad example is accepted",
     "L009": "no good example",
     "L010": "a good example is rejected",
-    "L011": "an example names an unknown event or field",
+    "L011": "an example has an event or a field, or a good one a type of value, that no run has",
     "L012": "an example lacks what the check reads",
     "L013": "no good example triggers the check",
     "L014": "a case is longer than 40 lines",

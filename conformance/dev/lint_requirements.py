@@ -142,7 +142,7 @@ def _prepare(trace: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def misspelt(req: Requirement) -> Iterator[str]:
-    """Yield a sentence for each event or field in examples that the event list does not have."""
+    """Yield a sentence for each event, field or value in examples that no run can have."""
     for name in ("good", "bad"):
         for trace in req.traces(name):  # type: ignore[arg-type]
             sides = trace if req.relate is not None else [trace]
@@ -162,6 +162,15 @@ def _misspelt_event(name: str, event: Any) -> Iterator[str]:
         else:
             for field in event.keys() - kind.fields.keys() - set(COMMON_FIELDS):
                 yield f"{name}: {kind.name} has no field {field!r}"
+            # A bad example may have a value of a wrong type: that may be what is wrong.
+            for field in event.keys() & kind.fields.keys() if name == "good" else ():
+                expected = kind.fields[field]
+                if not expected.accepts(event[field]):
+                    or_none = " or null" if expected.optional else ""
+                    yield (
+                        f"{name}: {field} of {kind.name} is {expected.type}{or_none},"
+                        f" so no run has {event[field]!r}"
+                    )
 
 
 # -- rules

@@ -388,11 +388,13 @@ def _of_origin(trace: list[Event], event: Event) -> list[Event]:
 
     These are the admissions, preemptions and resumptions of the request that the bytes were
     computed for, and of the one that `tell` names, the saves of both around the position, and the
-    steps in which these saves were made, or the position was computed.
+    steps in which these saves were made, or the position was computed. For poison that was taken
+    too early, they are the steps in which it could be: the request had the block, and had not
+    computed the position.
     """
     place = source(event)
     if place is None:
-        return []
+        return _before_computed(trace, event)
     req, pos = place
     reqs = [req]
     story = tell(trace, event)
@@ -418,3 +420,23 @@ def _of_origin(trace: list[Event], event: Event) -> list[Event]:
         return saves(e)
 
     return [e for e in trace if e.get("req") in reqs and concerns(e)]
+
+
+def _before_computed(trace: list[Event], event: Event) -> list[Event]:
+    """Return the steps in which the source request of poison had the block and not yet the KV.
+
+    Nothing is returned for other events than a kv.wrong of KV that was never computed.
+    """
+    owner = event.get("origin_req")
+    if owner is None or event["found"] != "never_computed":
+        return []
+    pos = event["pos"]
+    index = pos // trace[0]["block_size"]
+    return [
+        e
+        for e in trace
+        if e["kind"] == "req.scheduled"
+        and e["req"] == owner
+        and index < len(e["table"])
+        and e["computed"] + e["scheduled"] <= pos
+    ]

@@ -15,6 +15,7 @@ from typing import Any
 from kvconform.contract.events import altered_in_entry
 from kvconform.contract.trace import Event
 from kvconform.errors import Place
+from kvconform.judge.foreign import REASON, REMEDY, TRUTH, UNHEARD
 from kvconform.words import many
 
 
@@ -153,6 +154,8 @@ def _lookup(e: Event) -> str:
             text += ", more than the request has"
     if whole and local + tokens <= min(e["ever_computed"], e["ever_plain"]):
         return text
+    if _unheard(e):
+        return f"{text} though nothing of this request had been computed in this run"
     return (
         f"{text}; {e['ever_computed']} tokens of this request were ever computed under its"
         f" identity, {e['ever_plain']} under any"
@@ -670,7 +673,16 @@ def headline(event: Event, requirement: str, side: str | None) -> str | None:
         return f"{_READ[event['via']]} {what}"
     if event["kind"] == "hook.returned" and event["error"] is not None:
         return f"{event['hook']} raised {event['error']}"
+    if requirement == TRUTH and _unheard(event):
+        return f"a hit before anything was computed: perhaps {REASON} ({REMEDY})"
     return None
+
+
+def _unheard(e: Event) -> str:
+    """Return UNHEARD for a hit of a request of which nothing was ever computed in its run."""
+    tokens = e["tokens"]
+    hit = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens > 0
+    return UNHEARD if hit and not max(e["ever_computed"], e["ever_plain"]) else ""
 
 
 def _answer(e: Event) -> str:
@@ -709,7 +721,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "pair.lookup": ("on", "role", "stale"),
     "pair.params": ("on", "none", "json"),
     "pair.request": ("on", "wrong", "failed", "gone", "released"),
-    "lookup": (_answer, "is_async", "computed_before_reset"),
+    "lookup": (_answer, "is_async", "computed_before_reset", _unheard),
     "device.note": ("hook", "what"),
     "transfer.reported": ("direction", "held", "second"),
     "transfer.failed": ("outside_grant",),

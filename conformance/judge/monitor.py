@@ -376,7 +376,7 @@ class RespondMonitor(Monitor):
         values = then.values(None, t) if then is not None else ""
         text = f" ({values})" if values else ""
         return (
-            f"{t['kind']} #{t.get('seq', '?')}{text} was not followed by"
+            f"{t['kind']} in step {t.get('step', '?')}{text} was not followed by"
             f" {_match_text(respond.then)} before {_match_text(respond.by)}"
         )
 

@@ -526,10 +526,15 @@ class Oracle(Loads):
 
     # -- due grants
     def due(self, grant: Grant, chain: Chain) -> None:
-        """Close a grant that the engine is about to rely on, and emit load.due."""
+        """Close a grant that the engine is about to rely on, and emit load.due.
+
+        Right bytes of a token that no engine of the run has computed can only be another run's:
+        then load.foreign comes first.
+        """
         grant.open = False
         wrong: set[int] = set()
         partial: set[int] = set()
+        foreign: set[int] = set()
         length = min(grant.end, len(chain.ids)) - grant.start
         if length > 0:
             rows = self.cache.book.rows(chain.array(grant.start, grant.start + length))
@@ -537,6 +542,11 @@ class Oracle(Loads):
                 slots = grant.slots[layer, :length]
                 there = np.nonzero(grant.written[layer, :length] & (slots >= 0))[0]
                 bad = self.cache.mismatches(layer, slots[there], rows[there, layer])
+                foreign.update(
+                    index
+                    for index in np.delete(there, bad).tolist()
+                    if chain.ids[grant.start + index] not in self.registry.origins
+                )
                 for index in (int(there[i]) for i in bad):
                     held = self._diagnosed(layer, chain, grant.start + index, int(slots[index]))
                     if held.found == "not_yet_loaded":
@@ -544,6 +554,14 @@ class Oracle(Loads):
                         partial.add(grant.start + index)
                     else:
                         wrong.add(grant.start + index)
+        if foreign:
+            self.trace.emit(
+                "load.foreign",
+                req=grant.req,
+                generation=grant.generation,
+                transfer=grant.transfer,
+                tokens=len(foreign),
+            )
         missing = grant.missing()
         lacking = grant.lacking()
         blocks_reported = bool(lacking) and lacking <= self.failed_blocks | grant.failed

@@ -365,6 +365,8 @@ def diagnose(
         and origin.req in _computed_by(registry, reader, pos)
     ):
         words = f"{origin}; it was taken before request {origin.req} had computed the token"
+        if reader.ids[pos] not in registry.origins:
+            words += ", which it never did"
         return Diagnosis("never_computed", side, words, origin.req)
     name = _classify(origin, content, reader, pos, loading)
     words = str(origin)
@@ -374,12 +376,14 @@ def diagnose(
 
 
 def _computed_by(registry: Registry, reader: Chain, pos: int) -> set[str]:
-    """Return the requests that first computed this position or the one before it.
+    """Return the requests that first computed this position and the last known one before it.
 
-    Poison of their blocks was read before they had computed the KV.
+    Poison of their blocks was read before they had computed the KV, if they ever did.
     """
-    found = {registry.origins.get(content) for content in reader.ids[max(0, pos - 1) : pos + 1]}
-    return {origin.req for origin in found if origin is not None}
+    here = registry.origins.get(reader.ids[pos])
+    before = map(registry.origins.get, reversed(reader.ids[:pos]))
+    last = next((origin for origin in before if origin is not None), None)
+    return {origin.req for origin in (here, last) if origin is not None}
 
 
 def _classify(origin: Origin, content: int, reader: Chain, pos: int, loading: bool) -> str:

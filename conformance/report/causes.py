@@ -13,9 +13,10 @@ from pathlib import Path
 from kvconform.config.settings import Settings
 from kvconform.contract.situation import situations
 from kvconform.judge.circumstances import possible
+from kvconform.judge.foreign import CAUSE
 from kvconform.judge.records import Row
 from kvconform.report.collector import Collector
-from kvconform.report.stage import Stage, stage
+from kvconform.report.stage import Stage, is_unheard, stage
 
 SHOWN = 4
 """Number of causes of one requirement that are shown separately. Further causes join the last."""
@@ -114,8 +115,11 @@ def caveat(row: Row) -> str:
 def usual_causes(row: Row, wrong: str) -> str:
     """Return those of a requirement's usual causes (`wrong`) that the failure leaves possible.
 
-    There are none if what was found names the mistake.
+    There are none if what was found names the mistake. A hit that nothing in the run explains has
+    causes of its own.
     """
+    if is_unheard(row):
+        return CAUSE
     return "" if row.side is not None else possible(wrong, row.absent)
 
 

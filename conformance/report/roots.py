@@ -9,6 +9,7 @@ bytes were, and another one only that they are not there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -19,6 +20,12 @@ from kvconform.report.stage import Stage, stage
 
 MOVING = (Stage.SAVE, Stage.LOAD)
 """Stages in which a connector copies KV."""
+
+MORE = 4
+"""A root cause that fails in this many times as many runs is shown before those of earlier stages.
+
+It says more about the connector than a crash that only few cases bring about.
+"""
 
 
 class Weight(IntEnum):
@@ -62,13 +69,19 @@ class Root:
         return Weight.RISK if self.row.risk else Weight.ADVICE
 
     @property
+    def magnitude(self) -> int:
+        """In how many runs it fails, by powers of MORE: what is nearly as frequent is equal."""
+        runs = len({row.run for row in self.group})
+        return int(math.log(runs, MORE) + 1e-9)
+
+    @property
     def number(self) -> int:
         """How many requirements fail or were not judged because of this."""
         return len({group[0].requirement for group in self.consequences} | set(self.blocked))
 
 
 def roots(rows: Sequence[Row]) -> list[Root]:
-    """Return the root causes of all failures, those that explain others first.
+    """Return the root causes of all failures, those in many more runs first, then earlier stages.
 
     Those that do not count against the connector come last: guarantees of the engine, then risks,
     then recommendations.
@@ -96,7 +109,7 @@ def roots(rows: Sequence[Row]) -> list[Root]:
         because = home.get((row.blocked_by or "", row.run))
         if because is not None and row.requirement not in because.blocked:
             because.blocked.append(row.requirement)
-    return sorted(found, key=lambda root: (root.weight, *_rank(root.row)))
+    return sorted(found, key=lambda root: (root.weight, -root.magnitude, *_rank(root.row)))
 
 
 def _rank(row: Row) -> tuple[Stage, bool]:

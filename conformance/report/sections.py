@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
@@ -21,15 +22,19 @@ from kvconform.report.causes import (
     usual_causes,
 )
 from kvconform.report.collector import Collector
-from kvconform.report.layout import command, paragraph, wrapped
+from kvconform.report.layout import INDENT, command, paragraph, wrapped
 from kvconform.report.roots import Root
 from kvconform.report.timeline import fit, shorten
 from kvconform.words import many
 
 LISTED = 4
-"""Number of runs that are listed by name."""
+"""Number of runs that a whole section lists by name."""
 EXCERPT = 24
 """Number of lines that an excerpt takes without -v."""
+FEW = 2
+"""Number of runs that a folded section lists by name."""
+EXPLAINED = 5
+"""Number of sections with a check and a usual cause, unless -v is given."""
 CONSEQUENCES = 4
 """Number of consequences of a root cause that are described."""
 
@@ -47,10 +52,10 @@ def print_failures(
     sections = [root for root in found if verbose or root.counts or root.row.kind == "guarantee"]
     console.print()
     for number, root in enumerate(found, 1):
-        _overview(console, number, root)
+        _overview(console, number, root, place=root not in sections)
     for number, root in enumerate(sections, 1):
         if number > 1 and not verbose:
-            _folded(console, collector, root, number)
+            _folded(console, collector, root, number, brief=number > EXPLAINED)
             continue
         _whole(console, collector, root.group, number)
         if not verbose:
@@ -60,8 +65,11 @@ def print_failures(
             _whole(console, collector, group, None, root.row.requirement)
 
 
-def _overview(console: Console, number: int, root: Root) -> None:
-    """Print the line of a root cause: what it is, and what follows from it."""
+def _overview(console: Console, number: int, root: Root, *, place: bool) -> None:
+    """Print the line of a root cause: what it is, and what follows from it.
+
+    With `place`, print where it fails, too: it has no section.
+    """
     first = root.row
     text = f"{first.requirement}: {headline(first)}."
     if number_of := root.number:
@@ -73,6 +81,11 @@ def _overview(console: Console, number: int, root: Root) -> None:
         text += f" [{what}]"
     for line in wrapped(text, console.width, label, " " * len(label)):
         console.print(Text(line, style="bold"), soft_wrap=True)
+    if place:
+        more = len({row.run for row in root.group}) - 1
+        where = f"{first.run}, and {many(more, 'more run')}" if more else first.run
+        for line in wrapped(where, console.width, "   where: ", " " * 10):
+            console.print(Text(line), soft_wrap=True)
 
 
 def _title(console: Console, row: Row, number: int | None, of: str | None) -> None:
@@ -116,13 +129,28 @@ def _whole(
     command(console, "reproduce", reproduction_words(collector, first))
 
 
-def _folded(console: Console, collector: Collector, root: Root, number: int) -> None:
-    """Print what distinguishes a root cause from others: what was found, and where."""
+def _folded(
+    console: Console, collector: Collector, root: Root, number: int, *, brief: bool
+) -> None:
+    """Print what distinguishes a root cause from others: what was found, why, and where.
+
+    With `brief`, leave out the check and the usual cause.
+    """
     _title(console, root.row, number, None)
     paragraph(console, "found", root.row.message)
-    _where(console, root.group)
+    requirement = collector.spec.requirements.get(root.row.requirement)
+    if not brief and requirement is not None:
+        _short(console, "check", root.row.check)
+        _short(console, "usual cause", usual_causes(root.row, requirement.wrong or ""))
+    _where(console, root.group, FEW)
     _consequences(console, root)
     command(console, "reproduce", reproduction_words(collector, root.row))
+
+
+def _short(console: Console, name: str, text: str | None) -> None:
+    """Print at most two lines of a text."""
+    room = 2 * (console.width - INDENT) - 10  # lines end where words do
+    paragraph(console, name, textwrap.shorten(text or "", room, placeholder=" ..."))
 
 
 def _consequences(console: Console, root: Root) -> None:
@@ -141,8 +169,8 @@ def _consequences(console: Console, root: Root) -> None:
         paragraph(console, label, f"{first.requirement}: {what}")
 
 
-def _where(console: Console, group: Sequence[Row]) -> None:
-    """Print the place of a failure, its situations, and the other runs with it."""
+def _where(console: Console, group: Sequence[Row], most: int = LISTED) -> None:
+    """Print the place of a failure, its situations, and up to `most` of the other runs with it."""
     first = group[0]
     where = [first.run]
     if first.step is not None:
@@ -153,8 +181,8 @@ def _where(console: Console, group: Sequence[Row]) -> None:
     for sentence in beyond(first):
         paragraph(console, "situation", sentence)
     alike, risks = other_runs(group)
-    paragraph(console, "also in", _listed(alike, "more run"))
-    paragraph(console, "also in", _listed(risks, "run", f" that {NO_VLLM}"))
+    paragraph(console, "also in", _listed(alike, "more run", most=most))
+    paragraph(console, "also in", _listed(risks, "run", f" that {NO_VLLM}", most=most))
 
 
 def _excerpt(reports: Mapping[str, CaseReport], row: Row) -> list[str]:
@@ -162,9 +190,9 @@ def _excerpt(reports: Mapping[str, CaseReport], row: Row) -> list[str]:
     return [] if report is None else report.timelines.get(row.requirement, [])
 
 
-def _listed(runs: Sequence[str], what: str, which: str = "") -> str:
-    """Return the number of runs, and the first LISTED of them; empty if there are none."""
+def _listed(runs: Sequence[str], what: str, which: str = "", *, most: int) -> str:
+    """Return the number of runs, and the first `most` of them; empty if there are none."""
     if not runs:
         return ""
-    more = f" and {len(runs) - LISTED} more" if len(runs) > LISTED else ""
-    return f"{many(len(runs), what)}{which}: {', '.join(runs[:LISTED])}{more}"
+    more = f" and {len(runs) - most} more" if len(runs) > most else ""
+    return f"{many(len(runs), what)}{which}: {', '.join(runs[:most])}{more}"

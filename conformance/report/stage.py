@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages of failures on the way of KV through a connector.
 
-The engine passes something on, a hook raises, a transfer is reported, a save reads blocks, a load
-writes them, and in the end tokens differ. What failed at one stage may explain the later ones.
+The engine passes something on, a lookup finds what cannot be there, a hook raises, a transfer is
+reported, a save reads blocks, a load writes them, and in the end tokens differ. What failed at one
+stage may explain the later ones.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
 
+from kvconform.judge.foreign import TRUTH, UNHEARD
 from kvconform.judge.records import Row
 
 
@@ -16,14 +18,15 @@ class Stage(IntEnum):
     """The place of a failure on the way of KV, from its causes to what shows them."""
 
     ENGINE = 0
-    CALL = 1
-    SAVE = 2
-    LOAD = 3
-    CACHE = 4
-    ANNOUNCED = 5
-    TOKENS = 6
-    END = 7
-    FORM = 8
+    HIT = 1
+    CALL = 2
+    SAVE = 3
+    LOAD = 4
+    CACHE = 5
+    ANNOUNCED = 6
+    TOKENS = 7
+    END = 8
+    FORM = 9
 
 
 AT_THE_END = ("case.expected", "engine.survives", "engine.acts-on-report", "engine.load-taken-up")
@@ -47,7 +50,14 @@ def stage(row: Row) -> Stage:
     """Return the stage of a failure."""
     if row.kind == "guarantee" and row.requirement not in AT_THE_END:
         return Stage.ENGINE
+    if is_unheard(row):
+        return Stage.HIT
     for found, names in _STAGES:
         if row.requirement.startswith(names):
             return found
     return Stage.CALL
+
+
+def is_unheard(row: Row) -> bool:
+    """Return whether a failure is a hit of a request of which nothing was computed in its run."""
+    return row.requirement == TRUTH and UNHEARD in row.cause

@@ -61,6 +61,8 @@ def print_lines(console: Console, collector: Collector, found: Aggregate) -> Non
             silent.append(area)
             continue
         parts = [f"{counts.pop(Verdict.PASS)} pass"] if counts[Verdict.PASS] else []
+        parts += _not_counting(names, found)
+        counts[Verdict.FAIL] = 0  # here, no failure counts
         parts += [f"{count} {words(name)}" for name, count in counts.most_common() if count]
         console.print(f"{area:<13} {', '.join(parts)}", soft_wrap=True)
     parts = [f"{many(held, 'guarantee')} held"] if held else []
@@ -70,6 +72,14 @@ def print_lines(console: Console, collector: Collector, found: Aggregate) -> Non
         paragraph(console, "the engine", ", ".join(parts), indent=14)
     if silent:
         paragraph(console, "not exercised", ", ".join(silent), indent=14)
+
+
+def _not_counting(names: Sequence[str], found: Aggregate) -> list[str]:
+    """Return how many of these requirements fail as a risk, and as a recommendation, in words."""
+    risks = sum(name in found.risks for name in names)
+    advice = sum(name in found.advisory and name not in found.risks for name in names)
+    words = ((risks, "risk"), (advice, "recommendation"))
+    return [many(count, word) for count, word in words if count]
 
 
 def _areas(collector: Collector, found: Aggregate) -> dict[str, list[str]]:

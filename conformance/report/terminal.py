@@ -14,10 +14,14 @@ from rich.text import Text
 from kvconform import __version__
 from kvconform.adapters.registry import titles
 from kvconform.compat.installed import RUNNER_V2
+from kvconform.config.settings import Settings
+from kvconform.contract.loader import Spec, explained, load_spec
+from kvconform.errors import UsageError
 from kvconform.judge.aggregate import Aggregate, mismatches, unasked
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.report.collector import Collector
 from kvconform.report.explain import cases_about, defects_of
+from kvconform.report.jsonl import read
 from kvconform.report.layout import make_console, paragraph, wrapped
 from kvconform.report.roots import roots
 from kvconform.report.sections import print_failures
@@ -39,7 +43,12 @@ LISTED = 4
 
 
 def header(
-    console: Console, collector: Collector, warnings: Sequence[str], *, joined: int = 0
+    console: Console,
+    collector: Collector,
+    warnings: Sequence[str],
+    *,
+    joined: int = 0,
+    hint: str = "",
 ) -> None:
     """Print what is about to be judged; `joined` is the number of merged shards."""
     settings = collector.settings
@@ -92,27 +101,52 @@ def header(
         console.print(f"settings    {escape(settings.file)}")
     for warning in warnings:
         paragraph(console, "warning", warning, indent=12)
-    about = _cases_about(collector)
-    if about:
-        shown = ",".join(about[:LISTED])
-        if len(about) > LISTED:
-            shown += f" (and {len(about) - LISTED} more: kvconform explain)"
-        console.print(
-            "hint        a requirement is judged on every case;"
-            f" to run only the cases about it: -k {escape(shown)}",
-            soft_wrap=True,
-        )
+    if hint:
+        console.print(f"hint        {escape(hint)}", soft_wrap=True)
 
 
-def _cases_about(collector: Collector) -> list[str]:
-    """Return the cases about the requirements that -k names; none if it names anything else.
+def hint_of(collector: Collector) -> str:
+    """Return which cases are enough if -k names only requirements, which all cases are judged by.
+
+    It is empty otherwise. It looks at the last report in the directory of this one.
+    """
+    named = collector.settings.select
+    if not named or any(name not in collector.spec.requirements for name in named):
+        return ""
+    which = "in which it failed last time"
+    cases = _failed_last(collector.settings, named)
+    if not cases:
+        which = "about it"
+        cases = _cases_about(collector.spec, named)
+    if not cases:
+        return ""
+    shown = ",".join(cases[:LISTED])
+    if len(cases) > LISTED:
+        shown += f" (and {len(cases) - LISTED} more)"
+    return f"a requirement is judged on every case; to run only the cases {which}: -k {shown}"
+
+
+def _failed_last(settings: Settings, named: Sequence[str]) -> list[str]:
+    """Return the cases in which the requirements `named` failed, by the last report here."""
+    try:
+        last = read(settings.report_dir)
+    except UsageError:
+        return []
+    if last.header.connector != settings.connector:
+        return []
+    failed = (
+        row.case
+        for row in last.rows.values()
+        if row.requirement in named and row.verdict is Verdict.FAIL
+    )
+    return list(dict.fromkeys(failed))
+
+
+def _cases_about(spec: Spec, named: Sequence[str]) -> list[str]:
+    """Return the cases about the requirements `named`.
 
     Cases in which a planted defect breaks one of the requirements come first.
     """
-    spec = collector.spec
-    named = collector.settings.select
-    if not named or any(name not in spec.requirements for name in named):
-        return []
     broken = [
         case
         for name in named
@@ -249,12 +283,25 @@ def _answer(
     reasons = list(found.reasons)
     if found.risks:
         reasons.append(f"risks, where vLLM does not go today: {', '.join(found.risks)}")
-    if found.engine_failed:
-        broken = ", ".join(found.engine_failed)
-        reasons.append(f"guarantees that the engine broke, known by no waiver: {broken}")
+    reasons += _broken(found.engine_failed)
     for reason in reasons:
         for line in wrapped(reason, console.width, "  ", "    "):
             console.print(Text(line), soft_wrap=True)
+
+
+def _broken(names: Sequence[str]) -> list[str]:
+    """Return a sentence about the guarantees that a known bug of vLLM breaks, and about others."""
+    known = explained(load_spec())
+    found = []
+    if mine := [name for name in names if name in known]:
+        where = "docs/engine-findings.md"
+        found.append(
+            f"guarantees that the engine broke, as a known bug does ({where}): {', '.join(mine)}"
+        )
+    if others := [name for name in names if name not in known]:
+        words = "guarantees that the engine broke, explained by no finding"
+        found.append(f"{words}: {', '.join(others)}")
+    return found
 
 
 def _status(name: str, found: Aggregate) -> str:

@@ -18,6 +18,7 @@ from kvconform.contract.loader import Spec
 from kvconform.contract.requirement import Requirement
 from kvconform.engine.stand_ins import judged_alone
 from kvconform.judge.evaluate import at_stake
+from kvconform.judge.foreign import foreign, sentence
 from kvconform.judge.narrate import excerpts, narrate
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.judge.relation import relate_runs
@@ -88,6 +89,9 @@ def run_and_judge(
         report.rows = [
             row for row in rows if not brief or row.exercised or row.verdict not in SAYS_NOTHING
         ]
+        events = (foreign(run.trace) for run in made.runs.values())
+        if (event := next(filter(None, events), None)) is not None:
+            report.foreign = sentence(event, target.extra_config)
         report.unmet = made.unmet
         report.trace = list(main.trace)
         report.excerpts = excerpts(rows, main.trace)

@@ -87,6 +87,7 @@ class Controller:
         self.spec = spec_for(settings)
         selection = select(self.spec, settings, self.vllm)
         self.collector = Collector(self.spec, settings, selection, self.vllm)
+        self.hint = terminal.hint_of(self.collector)  # before the last report is gone
         self.folder = Path(settings.report_dir)
         scratch.remove_abandoned()
         self.scratch = scratch.make("run", keep=settings.debug)
@@ -100,13 +101,15 @@ class Controller:
         self._early_deaths = 0
         self._troubles = 0
         self._ran_something = False
+        self.foreign = False
+        """Whether a run loaded KV of another run: what the others say is worth nothing."""
 
     # -- pytest's hooks
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
         """Print the header, open the report, and run the set-up commands."""
-        terminal.header(self.console, self.collector, self.warnings)
+        terminal.header(self.console, self.collector, self.warnings, hint=self.hint)
         try:
             self.open_report()
             self.commands.up()
@@ -141,6 +144,9 @@ class Controller:
         if found.abort is not None:
             self._trouble(*found.abort)
         self._take(found, getattr(report, "kvconform_lines", {}), report.duration)
+        if found.foreign is not None:
+            self.foreign = True
+            self.stop(UsageError(found.foreign))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
@@ -359,7 +365,7 @@ class Controller:
             self.problem = self.problem or EnvironmentProblem(
                 f"the report cannot be written to {self.folder}: {error.strerror or error}"
             )
-        if self.collector.reports:
+        if self.collector.reports and not self.foreign:
             terminal.report(
                 self.console, self.collector, rows, found, where=str(self.folder), seconds=seconds
             )

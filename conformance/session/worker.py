@@ -322,15 +322,15 @@ class Worker:
         return report
 
 
-RELATIONS = (
-    "connector|no-connector|pickled-metadata|second-process|hash-seed|repeat|inside-multi|alone"
-)
-
-
 def server_problems(scratch: Path) -> list[str]:
     """Return sentences about what went wrong with the servers of workers that have ended."""
     words = sorted(scratch.glob(f"*{PROBLEMS}"))
     return [sentence for word in words for sentence in json.loads(word.read_bytes())]
+
+
+RELATIONS = (
+    "connector|no-connector|pickled-metadata|second-process|hash-seed|repeat|inside-multi|alone"
+)
 
 
 def normalised(text: str, tmp: Path) -> str:

@@ -57,6 +57,29 @@ def test_what_does_not_exist_is_refused(folder: Path, name: str, text: str) -> N
         check_connector_exists(name, [str(folder)])
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("kvdir", "did you mean kvdir:DirConnector\\?$"),
+        ("two", "did you mean two:A or two:B\\?$"),
+        ("reexports", "did you mean reexports:DirConnector\\?$"),
+    ],
+)
+def test_a_module_is_answered_with_its_connectors(tmp_path: Path, name: str, text: str) -> None:
+    pytest.importorskip("vllm")
+    base = "from vllm.x.base import KVConnectorBase_V1, KVConnectorMetadata\n"
+    files = {
+        "kvdir.py": f"{base}class Meta(KVConnectorMetadata): ...\n"
+        "class DirConnector(KVConnectorBase_V1): ...\nclass Other: ...\n",
+        "two.py": f"{base}class A(KVConnectorBase_V1): ...\nclass B(KVConnectorBase_V1): ...\n",
+        "reexports.py": f"{base}from kvdir import DirConnector\n",
+    }
+    for file, source in files.items():
+        (tmp_path / file).write_text(source, encoding="utf-8")
+    with pytest.raises(UsageError, match=text):
+        check_connector_exists(name, [str(tmp_path)])
+
+
 def test_names_that_vllm_registers() -> None:
     pytest.importorskip("vllm")
     check_connector_exists("NixlConnector")

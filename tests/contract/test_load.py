@@ -153,7 +153,7 @@ def test_a_good_specification(tmp_path: Path) -> None:
         (("level: MUST NOT", "level: SHALL"), "spec/requirements/lookup.yaml:2: "),
         (
             ("  never:", "  since: 0.30\n  never:"),
-            "spec/requirements/lookup.yaml:5: since: Input should be a valid string",
+            "spec/requirements/lookup.yaml:5: since must be text",
         ),
         (("  never:", "  since: v1\n  never:"), "spec/requirements/lookup.yaml:5: since: "),
         (
@@ -194,29 +194,53 @@ def test_broken_requirements_are_placed(
         (
             ("run: {}", "runn: {}"),
             (
-                "spec/cases/lifecycle/lifecycle.one.yaml:6: steps 2: a step is a map with one "
+                "spec/cases/lifecycle/lifecycle.one.yaml:6: step 2: a step is a map with one "
                 "key, one of: add, on, step, run"
             ),
         ),
         (
+            ("prompt: 13", "prompt: nine"),
+            "lifecycle.one.yaml:5: step 1 (add): prompt must be a whole number",
+        ),
+        (
+            ("run: {}", "step: two"),
+            "spec/cases/lifecycle/lifecycle.one.yaml:6: step 2 (step) must be a whole number",
+        ),
+        (
+            ("run: {}", "run: {}\nexpect:\n  - outputs: {req: a, count: 8, clean: maybe}"),
+            "8: expectation 1 (outputs): clean must be true or false, or a map",
+        ),
+        (
+            ("text: One request.", "text: One: request."),
+            "lifecycle.one.yaml:3: not valid YAML: a second colon in one value",
+        ),
+        (
+            ("  - run: {}", " - run: {}"),
+            "6: not valid YAML: this line is indented differently from those that it belongs to",
+        ),
+        (
+            ("  - add", "\t- add"),
+            "spec/cases/lifecycle/lifecycle.one.yaml:5: not valid YAML: a tab; indent with spaces",
+        ),
+        (
             ("run: {}", "abort: b"),
             (
-                "spec/cases/lifecycle/lifecycle.one.yaml:6: steps 2: `abort` names request 'b', "
+                "spec/cases/lifecycle/lifecycle.one.yaml:6: step 2: `abort` names request 'b', "
                 "which no earlier step adds"
             ),
         ),
         (
             ("run: {}", "add: {req: a, prompt: 3}"),
-            "spec/cases/lifecycle/lifecycle.one.yaml:6: steps 2: adds request 'a' again",
+            "spec/cases/lifecycle/lifecycle.one.yaml:6: step 2: adds request 'a' again",
         ),
         (
             ("run: {}", "add: {req: b, prompt: 256}"),
-            "spec/cases/lifecycle/lifecycle.one.yaml:6: steps 2: adds a prompt of 256 tokens",
+            "spec/cases/lifecycle/lifecycle.one.yaml:6: step 2: adds a prompt of 256 tokens",
         ),
         (
             ("run: {}", "on: p"),
             (
-                "spec/cases/lifecycle/lifecycle.one.yaml:6: steps 2: `on` names engine 'p'; "
+                "spec/cases/lifecycle/lifecycle.one.yaml:6: step 2: `on` names engine 'p'; "
                 "config.engines has none"
             ),
         ),
@@ -225,7 +249,7 @@ def test_broken_requirements_are_placed(
                 "{req: a, prompt: 13}",
                 "{req: a, prompt: 13, count: 3}\n  -\n    # a comment\n    abort: b",
             ),
-            "spec/cases/lifecycle/lifecycle.one.yaml:8: steps 2: `abort` names",
+            "spec/cases/lifecycle/lifecycle.one.yaml:8: step 2: `abort` names",
         ),
         (("run: {}", "expect: {stat: 1}"), "an expectation is a map with one key"),
         (
@@ -243,7 +267,7 @@ def test_broken_requirements_are_placed(
         (("prompt: 13", "prompt: -1"), "spec/cases/lifecycle/lifecycle.one.yaml:5: "),
         (
             ("prompt: 13", "prompt: {same: b}"),
-            "spec/cases/lifecycle/lifecycle.one.yaml:5: steps 1: `add` names request 'b'",
+            "spec/cases/lifecycle/lifecycle.one.yaml:5: step 1: `add` names request 'b'",
         ),
         (("run: {}", "step: 0"), "spec/cases/lifecycle/lifecycle.one.yaml:6: "),
         (
@@ -266,7 +290,7 @@ def test_broken_requirements_are_placed(
         ),
         (
             ("run: {}\n", "run: {}\nexpect:\n  - loads: 0\n  - loads: {req: b}\n"),
-            "spec/cases/lifecycle/lifecycle.one.yaml:9: expect 2: loads names request 'b'",
+            "spec/cases/lifecycle/lifecycle.one.yaml:9: expectation 2: loads names request 'b'",
         ),
     ],
 )
@@ -512,11 +536,11 @@ def test_embeddings_in_parts() -> None:
 
 def test_a_field_in_the_wrong_place_is_told_in_the_words_of_a_case() -> None:
     def said(*loc: str | int, kind: str = "extra_forbidden") -> tuple[str, str]:
-        return words(Case, loc, kind, "Field required")
+        return words(Case, loc, kind, "is missing")
 
     assert said("config", "priority") == ("config.priority", "there is no such field here")
     path = ("steps", 0, "add", "add", "one", "prompt", "of")
-    assert said(*path, "of", kind="missing") == ("step 1 (add): prompt.of", "Field required")
+    assert said(*path, "of", kind="missing") == ("step 1 (add): prompt.of", "is missing")
     place, sentence = said("steps", 0, "add", "add", "one", "max_token")
     assert place == "step 1 (add): max_token" and sentence.endswith("did you mean max_tokens?")
 

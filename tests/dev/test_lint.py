@@ -128,6 +128,11 @@ def test_a_clean_specification(tmp_path: Path) -> None:
             {"good": [{"kind": "lookup", "tokens": 3, "local": 4, "known": 8, "M": 1}]},
             "lookup has no field 'M'",
         ),
+        (
+            "L011",
+            {"good": [{"kind": "lookup", "tokens": "3", "local": 4, "known": 8}]},
+            "good: tokens of lookup is int or null, so no run has '3'",
+        ),
         ("L011", {"bad": [{"kind": "look"}]}, "unknown event 'look'"),
         ("L011", {"bad": [{"tokens": 3}]}, "is no event"),
         (

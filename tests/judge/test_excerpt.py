@@ -223,3 +223,20 @@ def test_the_step_in_which_a_hook_raises_is_shown_with_its_counters(
     assert "RAISED" in lines[mark]
     assert " as build_connector_meta saw it: computed=" in lines[mark + 1]
     assert " scheduled=" in lines[mark + 1] and " known=" in lines[mark + 1]
+
+
+def test_poison_that_was_saved_shows_the_step_that_could_save_it() -> None:
+    """A prefill in chunks of 4: the second block was stored after the first chunk."""
+    chunks = [(0, [1, 2]), (4, [1, 2]), (8, [1, 2, 3])]
+    run: list[Event] = [{"kind": "run.start", "block_size": 4}]
+    run += [
+        {"kind": "req.scheduled", "req": "a", "listed_as": "new" if not at else "cached"}
+        | {"computed": at, "scheduled": 4, "table": table}
+        for at, table in chunks
+    ]
+    run += [{"kind": "step.scheduled", "new": ["b"]}] * (EXCERPT + 1)
+    wrong = {"kind": "kv.wrong", "req": "b", "found": "never_computed", "pos": 6, "layer": 0}
+    run.append(wrong | {"origin_req": "a", "origin_pos": None})
+    run = [{**event, "seq": number, "step": number} for number, event in enumerate(run)]
+    sources = [e for e in excerpt(run, run[-1]["seq"], "b") if e.get("req") == "a"]
+    assert [e["computed"] for e in sources] == [0], "later, the position was computed"

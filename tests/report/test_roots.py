@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvconform.judge.foreign import UNHEARD
 from kvconform.judge.records import Row, Verdict
 from kvconform.report.roots import Root, roots
 from kvconform.report.stage import Stage, stage
@@ -166,3 +167,20 @@ def test_a_requirement_that_is_blocked_in_several_runs_is_named_once() -> None:
     rows += [blocked("compose.null-effect", "save.owned", case) for case in ("c", "other")]
     (root,) = roots(rows)
     assert (root.blocked, root.number) == (["compose.null-effect"], 1)
+
+
+def test_what_fails_in_many_more_runs_comes_before_a_rare_crash() -> None:
+    crash = [row("hook.no-raise", f"crash-{number}") for number in range(8)]
+    wrong = [row("load.position", f"wrong-{number}") for number in range(82)]
+    assert [root.row for root in roots([*crash, *wrong])] == [wrong[0], crash[0]]
+    nearly = wrong[:12]
+    assert [root.row for root in roots([*crash, *nearly])] == [crash[0], wrong[0]], "stages decide"
+
+
+def test_a_hit_before_anything_was_computed_explains_what_follows() -> None:
+    hit = row("lookup.truth", cause=UNHEARD, event=3)
+    follows = [row("hook.no-raise", event=5), row("load.position", event=6)]
+    explained = [("lookup.truth", ["hook.no-raise", "load.position"], [])]
+    assert shape(roots([*follows, hit])) == explained
+    hit.cause = ("x",)
+    assert len(roots([*follows, hit])) == 2, "a claim that goes too far is no such hit"

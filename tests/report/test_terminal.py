@@ -12,7 +12,7 @@ from rich.console import Console
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings
 from kvconform.contract.loader import load_spec
-from kvconform.judge.records import CaseReport, Row, Verdict
+from kvconform.judge.records import MUST, CaseReport, Row, Verdict
 from kvconform.judge.verdict import rows_for
 from kvconform.report import terminal
 from kvconform.report.collector import Collector
@@ -39,7 +39,7 @@ def judged(found: Collector, *failing: Row) -> None:
             like = next((each for each in failing if each.requirement == row.requirement), None)
             if like is not None:
                 row.verdict, row.message, row.headline = like.verdict, like.message, like.headline
-                row.blocked_by = like.blocked_by
+                row.blocked_by, row.check = like.blocked_by, like.check
                 report.timelines[row.requirement] = [*[LINE] * 17, "> " + LINE[2:], LINE]
         found.add(report)
 
@@ -125,8 +125,30 @@ def test_further_root_causes_are_folded_to_what_differs() -> None:
     lines = printed(found)
     start = next(n for n, line in enumerate(lines) if line.startswith("── 2. stats.fresh ─"))
     names = [line.split()[0] for line in lines[start + 1 :] if line[:1].strip()]
-    assert names[:4] == ["found", "where", "also", "reproduce"]
+    assert names[:5] == ["found", "usual", "where", "also", "reproduce"]
     assert "kept; twice" in lines[start + 1]
+
+
+def test_several_root_causes_fit_in_100_lines_and_the_first_ones_are_explained() -> None:
+    found = collector()
+    names = [
+        req.id
+        for req in SPEC.requirements.values()
+        if req.kind == "requirement" and req.level in MUST and req.wrong
+        if req.id in found.selection.judged and req.id.startswith(("stats.", "finish.", "hook."))
+    ][:5]
+    long = "what was found, with all the particulars of a typical failure of this kind, that is"
+    failures = [failure(name, f"{long}; two lines") for name in names]
+    for each in failures:
+        each.check = "`e.x == 0` is false: e.x=1"
+    judged(found, *failures)
+    lines = printed(found)
+    assert max(map(len, lines)) <= 80
+    titles = [n for n, line in enumerate(lines) if line.startswith("── ")]
+    assert len(titles) == 5
+    assert len(lines) <= 105, "\n".join(lines)
+    assert sum(line.startswith("check  ") for line in lines) == 5
+    assert sum(line.startswith("usual cause  ") for line in lines) == 5
 
 
 def test_advice_alone_is_one_line_below_the_areas() -> None:
@@ -136,6 +158,11 @@ def test_advice_alone_is_one_line_below_the_areas() -> None:
     assert "1. save.as-plain: less came back. [recommended only; it counts with --strict]" in lines
     assert not any(line.startswith("── ") for line in lines)
     assert any(line.startswith("load ") for line in lines) and len(lines) <= 40
+    [place] = [line for line in lines if line.startswith("   where: ")]
+    assert place in [f"   where: {run}, and 1 more run" for run in found.reports]
+    area = SPEC.requirements["save.as-plain"].area
+    assert any(line.startswith(f"{area} ") and "1 recommendation" in line for line in lines)
+    assert not any(" fail" in line for line in lines if line.startswith(f"{area} "))
 
 
 def test_a_broken_guarantee_has_a_section_of_its_own() -> None:

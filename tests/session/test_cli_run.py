@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 import program_rig
 from kvconform import cli
 from kvconform.config.settings import load
+from kvconform.contract.loader import explained
 from kvconform.errors import EnvironmentProblem
 from kvconform.judge.records import Verdict
 from kvconform.report.jsonl import ReportLine
@@ -194,7 +195,21 @@ def test_broken_guarantees_stand_in_the_last_lines(tmp_path: Path) -> None:
     result = kvconform(tmp_path, "json:Fake", orders={"fail": {GUARANTEE: CASES[:1]}})
     assert result.code == 0
     last = " ".join(result.out.split())
-    assert last.endswith(f" guarantees that the engine broke, known by no waiver: {GUARANTEE}")
+    assert GUARANTEE not in explained(SPEC)
+    assert last.endswith(f" guarantees that the engine broke, explained by no finding: {GUARANTEE}")
+    known = next(iter(explained(SPEC)))
+    result = kvconform(tmp_path, "json:Fake", orders={"fail": {known: CASES[:1]}})
+    last = " ".join(result.out.split())
+    why = "as a known bug does (docs/engine-findings.md)"
+    assert last.endswith(f" guarantees that the engine broke, {why}: {known}")
+
+
+def test_a_requirement_alone_hints_at_the_cases_in_which_it_failed(tmp_path: Path) -> None:
+    orders = {"fail": {MUST[0]: [CASES[2]]}}
+    assert kvconform(tmp_path, "json:Fake", orders=orders, cases=CASES).code == 1
+    result = kvconform(tmp_path, "json:Fake", "--profile", "smoke", cases=[MUST[0]])
+    hint = f"to run only the cases in which it failed last time: -k {CASES[2]}"
+    assert hint in " ".join(result.out.split())
 
 
 def test_dead_workers_cost_one_run_each(tmp_path: Path) -> None:

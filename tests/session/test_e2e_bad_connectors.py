@@ -68,6 +68,19 @@ def test_a_class_that_vllm_refuses_is_named_before_any_run(tmp_path: Path) -> No
     assert "NOT CONFORMANT" in done.stdout and "api.constructor" in done.stdout
 
 
+def test_a_store_of_earlier_runs_is_named_and_nothing_is_judged(tmp_path: Path, warm: Warm) -> None:
+    extra = json.dumps({"store": str(tmp_path / "store")})
+    connector = "kvconform.refimpl.connector:ReferenceConnector"
+    arguments = (connector, *OPTIONS[:-1], extra, "-k", "lifecycle.last-token")
+    first = warm.run(*arguments, cwd=tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    second = warm.run(*arguments, cwd=tmp_path)
+    assert second.returncode == 2, second.stdout + second.stderr
+    assert "kvconform: the store holds KV of an earlier run" in second.stderr
+    assert """--extra-config '{"store": "{tmp}"}'""" in second.stderr
+    assert "FAIL" not in second.stdout and "CONFORMANT" not in second.stdout
+
+
 def test_what_a_connector_logs_is_not_kept_alive(tmp_path: Path, warm: Warm) -> None:
     """LMCache logs time-outs like this; pytest kept the records, and so the requests."""
     arguments = ("logs_errors:Connector", *OPTIONS, "-k", "lifecycle.hook-order")
