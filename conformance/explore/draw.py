@@ -37,6 +37,7 @@ def over_store(dice: Dice, block: int) -> tuple[list[Data], int]:
     """
     found: list[Data] = []
     lengths: dict[str, int] = {}
+    outputs: dict[str, int] = {}
     parts = [("p", "ab"), ("d", "cde")] + [("p", "fg")] * dice.one_in(2)
     for engine, names in parts:
         found += [{"on": engine}] if found else []
@@ -48,9 +49,11 @@ def over_store(dice: Dice, block: int) -> tuple[list[Data], int]:
                 source, more = dice.pick(sorted(lengths)), dice.pick([0, block + 1])
                 prompt = {"of": source, "then": more} if more else {"same": source}
                 lengths[name] = lengths[source] + more
-            found.append(
-                {"add": {"req": name, "prompt": prompt, "max_tokens": dice.pick([1, 4, 7])}}
-            )
+                if more and dice.one_in(2):  # what was saved of the output so far shows
+                    prompt = {**prompt, "outputs": True}
+                    lengths[name] += outputs[source]
+            outputs[name] = dice.pick([1, 4, 7])
+            found.append({"add": {"req": name, "prompt": prompt, "max_tokens": outputs[name]}})
             found += [{"step": dice.number(1, 3)}] * dice.number(0, 1)
             found += [{dice.pick(["abort", "preempt"]): name}] * dice.one_in(6)
             found += dice.pick([[], [{"run": {}}], [{"run": {}}, {"drop-local": {}}]])
