@@ -159,6 +159,7 @@ ODD: tuple[Data, ...] = (
     {"layout": "BLHNC"},
     {"role": "kv_consumer"},
     {"role": "kv_producer"},
+    {"graphs": True},
 )
 SMALL: tuple[Data, ...] = (
     {"block_size": 4, "budget": 64, "max_seqs": 8, "num_blocks": 9},
@@ -248,6 +249,7 @@ def one(
         fitting = [each for each in SCENES if engine in each.engines]
         scene = dice.pick(fitting).draw(dice, block)
         steps, longest, relations = scene.steps, scene.longest, []
+        needs = scene.needs
         extra |= scene.config
     elif theme == "pair":
         needs = OVER_STORE if dice.one_in(3) else None
@@ -283,7 +285,9 @@ def one(
         ranks, degree = dice.pick(SLICES)
         extra |= {"groups": ["latent"], "tensor_parallel": ranks, "context_parallel": degree}
         if ranks > 2 and dice.one_in(2):
-            _regroup(steps, dice.pick([1, 2, 4]))
+            _split_anew(steps, {"context_parallel": dice.pick([1, 2, 4])})
+    elif theme == "ranks" and engine == "vllm" and not drafts and dice.one_in(4):
+        _split_anew(steps, {"tensor_parallel": 1, "pipeline_parallel": 2})
     elif _is_split(config, extra) and dice.one_in(8):
         extra["kernel_block_size"] = block // dice.pick([2, 4])
     if not simple and theme in ("plain", "groups"):
@@ -374,17 +378,17 @@ def _is_split(config: Data, extra: Data) -> bool:
     return len(extra.get("groups", [])) <= 1 and "layout" not in extra
 
 
-def _regroup(steps: list[Data], degree: int) -> None:
-    """Insert a restart with another degree of context parallelism behind the first request.
+def _split_anew(steps: list[Data], change: Data) -> None:
+    """Insert a restart behind the first request, after which the ranks split other things.
 
-    What the requests after it promise is left out: it was stored with another degree.
+    What the requests after it promise is left out: it was stored by ranks with other shards.
     """
     place = next(
         (index for index, step in enumerate(steps) if index and {"run", "drop-local"} & set(step)),
         None,
     )
     if place is not None and "add" not in steps[place]:
-        steps.insert(place + 1, {"restart": {"context_parallel": degree}})
+        steps.insert(place + 1, {"restart": change})
         _promise_nothing(steps)
 
 
