@@ -15,7 +15,7 @@ from kvconform.explore.workload import Data
 
 @dataclass
 class Scene:
-    """The steps of a workload, its longest request with output, its configuration and capability."""
+    """The steps of a workload, its longest request with output, and what it needs."""
 
     steps: list[Data]
     longest: int
