@@ -317,7 +317,8 @@ _kind(
     "hooks",
     "layer:str bound:bool whole:bool held:int",
     "save_kv_layer of one layer; whole = with the layer's registered tensor; held = pieces of "
-    "other streams' work that the compute stream had to wait for because of it (slow transfers only).",
+    "other streams' work that the compute stream had to wait for because of it (only if transfers "
+    "are slow).",
 )
 _kind(
     "load.ahead",
