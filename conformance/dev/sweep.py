@@ -39,7 +39,11 @@ HOST_ONLY = {"threads"}
 
 On a GPU their threads use the default stream, which is not the one that vLLM computes on.
 """
-SLOW_BUT_RIGHT = ("streams.hooks-do-not-wait", "streams.start-does-not-wait")
+SLOW_BUT_RIGHT = (
+    "streams.hooks-do-not-wait",
+    "streams.start-does-not-wait",
+    "streams.layer-by-layer",
+)
 """Recommendations that connectors which copy through host memory do not follow on a GPU."""
 
 

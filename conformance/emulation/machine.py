@@ -100,6 +100,7 @@ class Machine:
         self.lock = threading.RLock()
         self.queues: list[Queue] = []
         self.clock = 0  # pieces of work ever run; the time base of timing events
+        self.held = 0  # of these, what the compute queue had to wait for
         self._pumping = False
         self._marks: list[weakref.ref[Mark]] = []  # in the compute queue
         self.open = True
@@ -262,7 +263,9 @@ class Machine:
         """
         head = queue.entries[0]
         if isinstance(head, Mark) and not head.reached and queue is self.compute:
+            before = self.clock
             self.demand(head)
+            self.held += self.clock - before
         return not isinstance(head, Mark) or head.reached
 
     def _step(self, queue: Queue) -> None:

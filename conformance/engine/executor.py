@@ -66,6 +66,7 @@ class Executor:
         self._overlaps = variant.scheduling == "async" and variant.depth > 1
         self._siblings_load = bool(LOADING_SIBLINGS & set(variant.case.config.multi))
         self._received: set[str] = set()  # requests whose asynchronous load was just reported
+        self._held = 0  # work that the compute stream had waited for before a layer hook
         connector = view.scheduler.connector
         inspector = getattr(connector, "kvconform_inspector", None)
         self.inspector: Any = inspector() if callable(inspector) else None
@@ -85,7 +86,7 @@ class Executor:
         probe.on("handle_preemptions", after=lambda call: self._worker.poison_fresh())
         probe.on("start_load_kv", before=self._poison_late)
         for hook in ("wait_for_layer_load", "save_kv_layer"):
-            probe.on(hook, after=self._layer_hook)
+            probe.on(hook, before=self._before_layer_hook, after=self._layer_hook)
         for hook in JUDGED_AFTER:
             probe.on(hook, after=lambda call: self._oracle.check_writes(call.hook))
         if self._siblings_load:
@@ -105,9 +106,13 @@ class Executor:
         if self._worker.fresh:
             self._worker.poison_fresh()
 
+    def _before_layer_hook(self, call: Call) -> None:
+        self._held = device.current.held()
+
     def _layer_hook(self, call: Call) -> None:
         cache = self._oracle.cache
-        emit_layer(self.trace, call, dict(zip(cache.names, cache.tensors, strict=True)))
+        tensors = dict(zip(cache.names, cache.tensors, strict=True))
+        emit_layer(self.trace, call, tensors, device.current.held() - self._held)
 
     def _note_received(self, call: Call) -> None:
         """Note the asynchronous loads that were reported: the engine may rely on them now."""

@@ -402,7 +402,10 @@ class Worker:
     def attend(self, layer_name: str) -> None:
         """Judge the connector's writes so far, then run the attention of a layer."""
         self.oracle.check_writes("wait_for_layer_load")
-        self.read_layer(self.cache.names.index(layer_name))
+        layer = self.cache.names.index(layer_name)
+        if self.device.shows_waits:
+            self.device.launch(lambda: None, lambda _: self.oracle.reached(layer))
+        self.read_layer(layer)
 
     def sample(self) -> ModelRunnerOutput:
         """Sample, advance the batch, and return the output of a step with a forward pass."""

@@ -37,6 +37,7 @@ def over_store(dice: Dice, block: int) -> tuple[list[Data], int]:
     """
     found: list[Data] = []
     lengths: dict[str, int] = {}
+    outputs: dict[str, int] = {}
     parts = [("p", "ab"), ("d", "cde")] + [("p", "fg")] * dice.one_in(2)
     for engine, names in parts:
         found += [{"on": engine}] if found else []
@@ -48,9 +49,11 @@ def over_store(dice: Dice, block: int) -> tuple[list[Data], int]:
                 source, more = dice.pick(sorted(lengths)), dice.pick([0, block + 1])
                 prompt = {"of": source, "then": more} if more else {"same": source}
                 lengths[name] = lengths[source] + more
-            found.append(
-                {"add": {"req": name, "prompt": prompt, "max_tokens": dice.pick([1, 4, 7])}}
-            )
+                if more and dice.one_in(2):  # what was saved of the output so far shows
+                    prompt = {**prompt, "outputs": True}
+                    lengths[name] += outputs[source]
+            outputs[name] = dice.pick([1, 4, 7])
+            found.append({"add": {"req": name, "prompt": prompt, "max_tokens": outputs[name]}})
             found += [{"step": dice.number(1, 3)}] * dice.number(0, 1)
             found += [{dice.pick(["abort", "preempt"]): name}] * dice.one_in(6)
             found += dice.pick([[], [{"run": {}}], [{"run": {}}, {"drop-local": {}}]])
@@ -156,6 +159,7 @@ ODD: tuple[Data, ...] = (
     {"layout": "BLHNC"},
     {"role": "kv_consumer"},
     {"role": "kv_producer"},
+    {"graphs": True},
 )
 SMALL: tuple[Data, ...] = (
     {"block_size": 4, "budget": 64, "max_seqs": 8, "num_blocks": 9},
@@ -245,6 +249,7 @@ def one(
         fitting = [each for each in SCENES if engine in each.engines]
         scene = dice.pick(fitting).draw(dice, block)
         steps, longest, relations = scene.steps, scene.longest, []
+        needs = scene.needs
         extra |= scene.config
     elif theme == "pair":
         needs = OVER_STORE if dice.one_in(3) else None
@@ -280,7 +285,9 @@ def one(
         ranks, degree = dice.pick(SLICES)
         extra |= {"groups": ["latent"], "tensor_parallel": ranks, "context_parallel": degree}
         if ranks > 2 and dice.one_in(2):
-            _regroup(steps, dice.pick([1, 2, 4]))
+            _split_anew(steps, {"context_parallel": dice.pick([1, 2, 4])})
+    elif theme == "ranks" and engine == "vllm" and not drafts and dice.one_in(4):
+        _split_anew(steps, {"tensor_parallel": 1, "pipeline_parallel": 2})
     elif _is_split(config, extra) and dice.one_in(8):
         extra["kernel_block_size"] = block // dice.pick([2, 4])
     if not simple and theme in ("plain", "groups"):
@@ -371,17 +378,17 @@ def _is_split(config: Data, extra: Data) -> bool:
     return len(extra.get("groups", [])) <= 1 and "layout" not in extra
 
 
-def _regroup(steps: list[Data], degree: int) -> None:
-    """Insert a restart with another degree of context parallelism behind the first request.
+def _split_anew(steps: list[Data], change: Data) -> None:
+    """Insert a restart behind the first request, after which the ranks split other things.
 
-    What the requests after it promise is left out: it was stored with another degree.
+    What the requests after it promise is left out: it was stored by ranks with other shards.
     """
     place = next(
         (index for index, step in enumerate(steps) if index and {"run", "drop-local"} & set(step)),
         None,
     )
     if place is not None and "add" not in steps[place]:
-        steps.insert(place + 1, {"restart": {"context_parallel": degree}})
+        steps.insert(place + 1, {"restart": change})
         _promise_nothing(steps)
 
 

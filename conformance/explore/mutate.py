@@ -2,7 +2,7 @@
 """Mutations of workloads that reached something new, and the conditions for a legal workload.
 
 A workload is legal if it reuses a request's id, or an adapter's number, only after the engine has
-released it.
+released it, if sessions are not aborted, and if no request waits for its grammar for ever.
 """
 
 from __future__ import annotations
@@ -15,8 +15,24 @@ from kvconform.kv.provenance import Adapter
 
 
 def is_legal(data: Data) -> bool:
-    """Return whether ids and adapters' numbers are free when used again, and sessions go on."""
-    return ids_are_free(data) and numbers_are_free(data) and sessions_go_on(data)
+    """Return whether the steps fit together: an engine and its clients may do all of them."""
+    checks = (ids_are_free, numbers_are_free, sessions_go_on, grammars_come)
+    return all(check(data) for check in checks)
+
+
+def grammars_come(data: Data) -> bool:
+    """Return whether every grammar is compiled before its request is to end, and not after that."""
+    waiting: set[str] = set()
+    for step in data["steps"]:
+        if step.get("add", {}).get("structured"):
+            waiting.add(step["add"]["req"])
+        waiting.discard(step.get("abort", ""))
+        if "grammar" in step and step["grammar"] not in waiting:
+            return False
+        waiting.discard(step.get("grammar", ""))
+        if waiting and "run" in step:
+            return False
+    return not waiting
 
 
 def sessions_go_on(data: Data) -> bool:

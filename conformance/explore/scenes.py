@@ -15,11 +15,12 @@ from kvconform.explore.workload import Data
 
 @dataclass
 class Scene:
-    """The steps of a workload, its longest request with output, and the configuration it needs."""
+    """The steps of a workload, its longest request with output, and what it needs."""
 
     steps: list[Data]
     longest: int
     config: Data = field(default_factory=dict)
+    needs: str | None = None
 
 
 def _add(name: str, prompt: int | Data, max_tokens: int, **more: object) -> Data:
@@ -163,6 +164,57 @@ def soaked(dice: Dice, block: int) -> Scene:
     return Scene([*steps, {"soak": {"rounds": 4}}], length + block + 5, {"budget": 64})
 
 
+def with_grammar(dice: Dice, block: int) -> Scene:
+    """Let requests that repeat a stored prompt wait for their grammars, and abort one of them."""
+    length = dice.number(1, 3) * block + dice.pick([0, 1, 2])
+    steps = [_add("a", length, 2), *DROP]
+    steps.append(_add("b", {"same": "a"}, 5, structured=True, reloads="a"))
+    steps.append(_add("c", {"of": "a", "then": dice.number(1, block)}, 3, structured=True))
+    steps += [{"step": dice.number(1, 3)}]
+    if dice.one_in(2):
+        steps += [{"abort": "c"}, {"grammar": "b"}]
+    else:
+        steps += [{"grammar": "c"}, {"step": dice.number(1, 2)}, {"grammar": "b"}]
+    steps += [{"step": dice.number(1, 4)}, *[{"preempt": "b"}] * dice.number(0, 1)]
+    return Scene([*steps, RUN], length + block + 5, {"budget": dice.pick([64, block + 1])})
+
+
+def damaged(dice: Dice, block: int) -> Scene:
+    """Damage the files of a stored prompt between its lookup and its load, and ask once more."""
+    length = dice.number(1, 4) * block + dice.pick([0, 1, 2])
+    how = dice.pick(["removed", "truncated", "longer", "garbage"])
+    steps = [_add("a", length, 2), *DROP, {"damage": {"files": how}}]
+    steps.append(_add("b", {"same": "a"}, 3))
+    if dice.one_in(2):
+        steps.append(_add("c", {"of": "a", "then": dice.number(1, block)}, 2))
+    steps += [*DROP, _add("d", {"same": "a"}, 2), RUN]
+    # A load that fails in an asynchronous step is a known bug of vLLM with the other policy.
+    return Scene(steps, length + block + 3, {"load_failure_policy": "fail"})
+
+
+def forbidden(dice: Dice, block: int) -> Scene:
+    """Ask for what a request has computed whose client forbids to store it."""
+    length = dice.number(1, 3) * block + dice.pick([0, 1, 2])
+    output = dice.number(2, 2 * block)
+    steps = [_add("a", length, output, skip_save=True)]
+    if dice.one_in(2):
+        steps += [{"step": dice.number(1, 4)}, LAND, {"preempt": "a"}]
+    steps += [*DROP, _add("b", {"of": "a", "outputs": True, "then": 2}, 3)]
+    steps += [*DROP, _add("c", {"same": "a"}, 2), RUN]
+    config = {"budget": dice.pick([64, block + 1])}
+    return Scene(steps, length + output + 5, config, "skip_save and store")
+
+
+def reset_in_chunk(dice: Dice, block: int) -> Scene:
+    """Reset the connector's cache between two chunks of a prompt that end within a block."""
+    length = dice.number(2, 4) * block + dice.pick([0, 1])
+    steps = [_add("a", length, 2), {"step": dice.number(1, 2)}, LAND]
+    steps.append({"reset": {"running": dice.one_in(4), "connector": True}})
+    steps += [*DROP, _add("b", {"same": "a"}, 2), *DROP]
+    steps += [_add("c", {"same": "a"}, 2, reloads="b"), RUN]
+    return Scene(steps, length + 2, {"budget": dice.pick([block // 2, block - 1, block + 2])})
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of scene, and the engines that can run it."""
@@ -182,4 +234,8 @@ SCENES = (
     Kind(ends_while_saving),
     Kind(session, ("vllm",)),
     Kind(soaked),
+    Kind(with_grammar, ("vllm",)),
+    Kind(damaged),
+    Kind(forbidden),
+    Kind(reset_in_chunk),
 )

@@ -69,7 +69,7 @@ class Schedule:
             self._request(name)
         self._run()
         if self.restarts and self.dice.one_in(8):
-            self.steps.append({"shutdown": {}})
+            self.steps.append({"shutdown": {"again": True} if self.dice.one_in(4) else {}})
         return self.steps
 
     def _request(self, name: str) -> None:

@@ -128,6 +128,17 @@ def _note(e: Event) -> str:
     return f"{e['hook']}{where} {_NOTES.get(e['what'], e['what'])}: {e['text']}"
 
 
+def _ahead(e: Event) -> str:
+    return (
+        f"{e['layer']} waited for the loads of {', '.join(e['ahead'])}, which the model reads later"
+    )
+
+
+def _layer_saved(e: Event) -> str:
+    waited = f", and made the compute stream wait for {many(e['held'], 'piece')} of other work"
+    return f"save_kv_layer of {e['layer']} was called{waited if e['held'] else ''}"
+
+
 def _lookup(e: Event) -> str:
     tokens = e["tokens"]
     local = e["local"]
@@ -552,6 +563,8 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "kv.changed": _changed,
     "load.due": _due,
     "device.note": _note,
+    "load.ahead": _ahead,
+    "layer.save": _layer_saved,
     "queries": _queries,
     "lookup": _lookup,
     "lookup.permitted": _permitted,

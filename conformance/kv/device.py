@@ -53,6 +53,13 @@ class Timeline(Protocol):
     def overlaps(self) -> bool:
         """Whether a step's forward pass may be found unfinished by the next step's hooks."""
 
+    @property
+    def shows_waits(self) -> bool:
+        """Whether other streams do only what the compute stream or the host waits for."""
+
+    def held(self) -> int:
+        """Return how many pieces of other streams' work the compute stream has waited for."""
+
     def position(self) -> int:
         """Return the place in the compute stream after all that was launched."""
 
@@ -101,6 +108,11 @@ class Unobserved:
     early_reads: list[str] = []
     lacks = None
     overlaps = False
+    shows_waits = False
+
+    def held(self) -> int:
+        """Return 0."""
+        return 0
 
     def position(self) -> int:
         """Return 0."""

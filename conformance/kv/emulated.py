@@ -77,6 +77,15 @@ class Emulated:
         """See Timeline."""
         return self.cuda.machine.delay == "compute"
 
+    @property
+    def shows_waits(self) -> bool:
+        """See Timeline."""
+        return self.cuda.machine.delay == "transfers"
+
+    def held(self) -> int:
+        """See Timeline."""
+        return self.cuda.machine.held
+
     def position(self) -> int:
         """See Timeline."""
         return self.cuda.machine.compute.put

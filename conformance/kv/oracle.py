@@ -432,6 +432,30 @@ class Oracle(Loads):
         self.fill_kind[slot] = EXTERNAL
         self.fill_ref[slot] = self._ref(Fill(grant.key, grant.transfer))
 
+    def reached(self, layer: int) -> None:
+        """Emit load.ahead: which later layers' loads the compute stream has waited for here.
+
+        To be called on a device that shows waits, when the compute stream gets to a layer. Only for
+        the loads of this step, if later layers have any.
+        """
+        names = self.cache.names
+        later: set[int] = set()
+        ahead: set[int] = set()
+        for grant in self.open_grants():
+            wanted = grant.slots[layer + 1 :] >= 0
+            if grant.is_async or not wanted.any():
+                continue
+            arrived = wanted & grant.written[layer + 1 :]
+            later.update((layer + 1 + np.flatnonzero(wanted.any(1))).tolist())
+            ahead.update((layer + 1 + np.flatnonzero(arrived.any(1))).tolist())
+        if later:
+            self.trace.emit(
+                "load.ahead",
+                layer=names[layer],
+                later=[names[each] for each in sorted(later)],
+                ahead=[names[each] for each in sorted(ahead)],
+            )
+
     # -- reads by the engine
     def wrong_read(self, layer: int, chain: Chain, pos: int, slot: int) -> None:
         """Note that the engine read wrong content at `slot` for position `pos` of `chain`.

@@ -503,8 +503,11 @@ def starved(scheduler: Any, request: Any, end: int, block_size: int) -> bool:
     return bool(0 <= spare < remaining(request))
 
 
-def emit_layer(trace: Trace, call: Call, registered: Mapping[str, Any]) -> None:
-    """Emit layer.wait or layer.save for a call of that hook. `registered`: KV tensors by layer."""
+def emit_layer(trace: Trace, call: Call, registered: Mapping[str, Any], held: int = 0) -> None:
+    """Emit layer.wait or layer.save for a call of that hook.
+
+    `registered`: KV tensors by layer. `held`: work that the compute stream waited for in the hook.
+    """
     name = call.arg(0, "layer_name")
     bound = bool(call.event and call.event["bound"])
     if call.hook == "wait_for_layer_load":
@@ -515,7 +518,7 @@ def emit_layer(trace: Trace, call: Call, registered: Mapping[str, Any]) -> None:
     whole = tensor is None or (
         given.data_ptr() == tensor.data_ptr() and given.shape == tensor.shape
     )
-    trace.emit("layer.save", layer=name, bound=bound, whole=whole)
+    trace.emit("layer.save", layer=name, bound=bound, whole=whole, held=held)
 
 
 def _claim(result: Any) -> tuple[Any, bool, bool]:

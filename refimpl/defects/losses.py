@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 from kvconform.refimpl.cache.chunks import EPOCH, ChunkStore
 from kvconform.refimpl.cache.seal import seal
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.paging import read_slots
 from kvconform.refimpl.plan import Load, Save
 from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
+    import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -26,6 +29,41 @@ class TogglesEpoch(ReferenceConnector):
         store = self._store
         store.backend.set(EPOCH, seal(EPOCH, str(store.epoch() % 2).encode()))
         return result
+
+
+class LosesHalfOnReset(ReferenceConnector):
+    """Collects a chunk's tokens step by step in a buffer that a reset clears.
+
+    It stores the chunk when its last token is there, whatever became of the others.
+    """
+
+    _cleared: dict[str, int]
+
+    def reset_cache(self) -> bool | None:
+        result = super().reset_cache()
+        self._cleared = {}
+        for name, tracked in self._tracked.items():
+            tracked.outdated = False
+            self._cleared[name] = tracked.request.num_computed_tokens
+        return result
+
+    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
+        save = super()._plan_save(tracked, end, scheduled, final)
+        chunk = self.options.chunk_tokens
+        cleared = getattr(self, "_cleared", {}).get(save.req, 0)
+        number, lost = divmod(cleared, chunk)
+        halved = set(self._keys(tracked.request, tracked.keys, end)[number : number + 1])
+        pieces = (
+            replace(piece, first=lost, slots=piece.slots[lost:]) if piece.key in halved else piece
+            for piece in save.pieces
+        )
+        return replace(save, pieces=tuple(pieces))
+
+    def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
+        for piece in save.pieces:
+            data = read_slots(kv_layer, piece.slots, self._share)
+            empty = bytes(piece.first * len(data) // len(piece.slots))
+            self._store.put(epoch, piece.key, layer, empty + data)
 
 
 class LosesAll(ReferenceConnector):

@@ -68,6 +68,24 @@ class WaitsAtTheStart(StreamedConnector):
             self._load_stream.synchronize()
 
 
+class WaitsForAllLayers(StreamedConnector):
+    """Lets the first layer wait for the loads of all layers."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        for name in list(self._arrivals):
+            super().wait_for_layer_load(name)
+
+
+class JoinsStreams(StreamedConnector):
+    """Lets every layer wait for the copies of the layer before it."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+        self._fence()
+
+
 class ForgetsStream(StreamedConnector):
     """Allocates staging memory on the compute stream, uses it on another one, and frees it."""
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.defects import targets
+from kvconform.refimpl.plan import Save
+from kvconform.refimpl.tracking import Tracked
 from kvconform.refimpl.variants.peer import Offer, Peer, Pull
 
 
@@ -200,6 +202,15 @@ class SavesAsConsumer(ReferenceConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._may_save = True
+
+
+class SavesOutputAsConsumer(ReferenceConnector):
+    """Looks at its role for prompts only: a consumer stores what it decodes."""
+
+    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
+        decodes = end > tracked.request.num_prompt_tokens
+        self._may_save = self._kv_transfer_config.is_kv_producer or decodes
+        return super()._plan_save(tracked, end, scheduled, final)
 
 
 class LoadsAsProducer(ReferenceConnector):

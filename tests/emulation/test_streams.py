@@ -47,6 +47,18 @@ def test_a_stream_runs_in_its_own_order(cuda):
     assert [n for n in ran if n >= 10] == [10, 11, 12, 13, 14]
 
 
+def test_what_the_compute_stream_waits_for_is_counted():
+    with emulate("transfers") as cuda:
+        side, ran = torch.cuda.Stream(), []
+        log(cuda, side, ran, "first")
+        first = side.record_event()
+        log(cuda, side, ran, "second")
+        cuda.compute.wait_event(first)
+        assert (ran, cuda.machine.held) == (["first"], 1)
+        side.synchronize()  # the host waits, not the compute stream
+        assert (ran, cuda.machine.held) == (["first", "second"], 1)
+
+
 def test_a_wait_orders_two_streams(cuda):
     side, ran = torch.cuda.Stream(), []
     log(cuda, cuda.compute, ran, "write")

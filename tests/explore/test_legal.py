@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from kvconform.explore.draw import drawn
-from kvconform.explore.mutate import ids_are_free, is_legal, mutated, numbers_are_free
+from kvconform.explore.mutate import (
+    grammars_come,
+    ids_are_free,
+    is_legal,
+    mutated,
+    numbers_are_free,
+)
 from kvconform.explore.shrink import shrink
 from kvconform.explore.workload import Data, Workload, make
 
@@ -103,3 +109,20 @@ def test_two_adapters_of_one_number_need_a_restart_between_them() -> None:
                 {**workload.data, "steps": [step for step in steps if "restart" not in step]}
             )
     assert both > 5
+
+
+WAITS: Data = {"add": {"req": "a", "prompt": 8, "max_tokens": 2, "structured": True}}
+
+
+@pytest.mark.parametrize(
+    ("steps", "comes"),
+    [
+        ([WAITS, {"step": 1}, {"grammar": "a"}, {"run": {}}], True),
+        ([WAITS, {"abort": "a"}, {"run": {}}], True),
+        ([WAITS, {"run": {}}, {"grammar": "a"}], False),
+        ([WAITS, {"abort": "a"}, {"grammar": "a"}], False),
+        ([WAITS, {"step": 1}], False),
+    ],
+)
+def test_a_request_waits_for_a_grammar_that_comes(steps: list[Data], comes: bool) -> None:
+    assert grammars_come({"steps": steps}) is comes

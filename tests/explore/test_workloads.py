@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvconform.contract import yaml12
+from kvconform.contract.steps import STEPS, Add
 from kvconform.contract.yaml12 import flow
 from kvconform.explore.draw import drawn
 from kvconform.explore.races import FAMILIES, POINTS, races
@@ -105,6 +106,15 @@ def test_few_have_a_second_run_in_a_process_of_its_own() -> None:
         if "restart" in step
     )
     assert 2 < restarts["process"] < restarts["engine"] / 3
+
+
+def test_every_step_and_property_of_a_request_is_drawn() -> None:
+    steps = [step for work in some(4000) for step in work.data["steps"]]
+    assert {op for step in steps for op in step} == set(STEPS) - {"expect"}
+    fields = {name for step in steps for name in step.get("add", {})}
+    assert fields == set(Add.model_fields)
+    changes = {tuple(step["restart"]) for step in steps if isinstance(step.get("restart"), dict)}
+    assert ("tensor_parallel", "pipeline_parallel") in changes
 
 
 def test_layouts_ranks_and_groups_that_few_models_have() -> None:

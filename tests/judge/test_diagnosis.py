@@ -330,7 +330,6 @@ def test_every_event_of_real_runs_and_of_the_examples_can_be_told(tmp_path: Path
 SELF_EVIDENT = {
     "hook.called",
     "layer.wait",
-    "layer.save",
     "step.scheduled",
     "req.scheduled",
     "req.state",
