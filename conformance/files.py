@@ -10,7 +10,8 @@ from pathlib import Path
 def replace(path: Path, data: str | bytes) -> None:
     """Write a file atomically: readers see the old content or the new one, never a part.
 
-    Text is encoded as UTF-8. Of two processes that write, the last one wins. OSError if the file cannot be written.
+    Text is encoded as UTF-8. Of two processes that write, the last one wins. OSError if the file
+    cannot be written.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}.new")
     scratch.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)

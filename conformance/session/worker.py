@@ -339,7 +339,7 @@ def normalised(text: str, tmp: Path) -> str:
     Replaces the run's own directory and addresses of objects. Escapes control characters, and lone
     surrogates (from file names that are not UTF-8), which cannot be encoded.
     """
-    # A report has megabytes of text, and seldom any of these: looking for them first is far cheaper.
+    # A report has megabytes of text, and seldom any of these: to look for them first is cheaper.
     if "\\u00" in text:
         text = re.sub(r"(?<!\\)((?:\\\\)*)\\u00([01][0-9a-f])", r"\1\\\\x\2", text)
     if not text.isascii():
