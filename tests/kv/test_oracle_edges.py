@@ -58,6 +58,7 @@ def test_every_failure_of_the_same_claim_counts(machine: Machine) -> None:
         _failed_claims={},
         _failed_loads=set(),
         _unused={},
+        _losses=0,
         activity=0,
     )
     for attempt in (1, 2, 3):
