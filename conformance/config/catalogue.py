@@ -168,7 +168,7 @@ def check_connector_exists(connector: str, pythonpath: Sequence[str] = ()) -> No
 def _of_module(name: str, pythonpath: Sequence[str]) -> str:
     """Return `; did you mean name:Class?` with the connectors of a module, or "". Imports nothing.
 
-    What a package imports from its modules, and is called so, counts.
+    A package that defines none has those that it imports from its own modules.
     """
     places: Sequence[str] | None = [*sys.path, *pythonpath]
     found = None

@@ -174,7 +174,7 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
     ]
     found.beyond = (later, not_in_force)
     off = set(_matching(settings.disable, spec.cases))
-    # Who names a case, an engine or a scheduling wants all runs of it.
+    # If a case, an engine or a scheduling is named, all its runs are made.
     by_profile = wanted_cases is None and settings.engine == settings.scheduling == "all"
     for name in cases:
         for variant in spec.cases[name].variants(

@@ -42,8 +42,10 @@ class Profile(Model):
     diagonal: list[str] = Field(
         default=[],
         description="globs over areas and ids of cases of which half of the runs will do: engine"
-        " reference with synchronous scheduling, and engine vllm with asynchronous; those after a"
-        " `!` are made completely",
+        " reference with synchronous scheduling, and engine vllm with asynchronous",
+    )
+    complete: list[str] = Field(
+        default=[], description="globs over ids of cases in `diagonal` that have all runs after all"
     )
     capability: CapabilityExpr = Field(
         default="core", description="what a connector must declare for the profile to make sense"
@@ -54,12 +56,13 @@ class Profile(Model):
         named = _any(self.requirements, req.id) or _any(self.areas, req.area)
         return named and not _any(self.exclude, req.id)
 
-    def wants(self, variant: Variant) -> bool:
-        """Return whether a run of a case that it has belongs to it."""
+    def has_run(self, variant: Variant) -> bool:
+        """Return whether the profile itself, not one of `includes`, has a run."""
         case = variant.case
-        complete = [glob[1:] for glob in self.diagonal if glob.startswith("!")]
+        if not self.has_case(case):
+            return False
         halved = _any(self.diagonal, case.area) or _any(self.diagonal, case.id)
-        if not halved or _any(complete, case.id):
+        if not halved or _any(self.complete, case.id):
             return True
         crossed = len(case.engines) > 1 and len(case.matrix.scheduling) > 1
         return not crossed or (variant.engine, variant.scheduling) in DIAGONAL
@@ -74,7 +77,7 @@ def _any(globs: Iterable[str], name: str) -> bool:
     return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
-def with_included(profiles: dict[str, Profile], name: str) -> list[Profile]:
+def _chain(profiles: dict[str, Profile], name: str) -> list[Profile]:
     """Return the profile `name` and those that it includes. KeyError for an unknown one."""
     chain: list[Profile] = []
     waiting = [name]
@@ -88,8 +91,7 @@ def with_included(profiles: dict[str, Profile], name: str) -> list[Profile]:
 
 def runs_in(profiles: dict[str, Profile], name: str, variant: Variant) -> bool:
     """Return whether profile `name`, or one that it includes, has this run of one of its cases."""
-    chain = with_included(profiles, name)
-    return any(each.has_case(variant.case) and each.wants(variant) for each in chain)
+    return any(profile.has_run(variant) for profile in _chain(profiles, name))
 
 
 def select(
@@ -102,7 +104,7 @@ def select(
 
     They are in the order given. KeyError for an unknown profile.
     """
-    chain = with_included(profiles, name)
+    chain = _chain(profiles, name)
     chosen = [
         req.id for req in requirements if any(profile.has_requirement(req) for profile in chain)
     ]

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from kvconform.config.selection import Selection
-from kvconform.contract.case import SLOW, Case, Device
+from kvconform.contract.case import SLOW, Device
 from kvconform.contract.loader import Spec, load_spec
-from kvconform.contract.profile import runs_in, with_included
+from kvconform.contract.profile import runs_in, select
 from kvconform.contract.requirement import Requirement
 from kvconform.dev.defect import (
     REFERENCE,
@@ -241,14 +241,12 @@ def beside_the_gate(defect: Defect, outcome: Outcome, spec: Spec) -> str:
 
     The text is empty if one of its runs does, or none of the defect's cases is in the gate.
     """
-    gate = with_included(spec.profiles, GATE)
     runs = {name for requirement in defect.fails for name in outcome.failed.get(requirement, [])}
+    _, cases = select(spec.profiles, GATE, (), spec.cases.values())
     in_its_cases = [
         variant
         for variant in defect.variants(spec)
-        if variant.id in runs
-        and isinstance(variant.case, Case)
-        and any(profile.has_case(variant.case) for profile in gate)
+        if variant.id in runs and variant.case.id in cases
     ]
     if not in_its_cases or any(runs_in(spec.profiles, GATE, each) for each in in_its_cases):
         return ""

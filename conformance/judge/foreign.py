@@ -32,9 +32,10 @@ _PLACE = re.compile(
 """Names of options that say where a connector stores KV."""
 
 
-def foreign(trace: Iterable[Event]) -> Event | None:
-    """Return the first event that proves that KV of another run was loaded, or None."""
-    return next((event for event in trace if event["kind"] == "load.foreign"), None)
+def foreign(traces: Iterable[Iterable[Event]]) -> Event | None:
+    """Return the first event of runs that proves that KV of another run was loaded, or None."""
+    events = (event for trace in traces for event in trace)
+    return next((event for event in events if event["kind"] == "load.foreign"), None)
 
 
 def sentence(event: Event, options: Mapping[str, Any] | None = None) -> str:

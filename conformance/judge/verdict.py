@@ -247,8 +247,7 @@ def _harness_crash(trace: Sequence[Event]) -> str | None:
 
 def _of_other_run(runs: Mapping[str, RunLike]) -> str | None:
     """Return why nothing can be judged where a run loaded KV of another run, or None."""
-    events = (foreign(run.trace) for run in runs.values())
-    found = next(filter(None, events), None)
+    found = foreign(run.trace for run in runs.values())
     return None if found is None else sentence(found)
 
 

@@ -560,17 +560,19 @@ class Oracle(Loads):
         partial: set[int] = set()
         foreign: set[int] = set()
         length = min(grant.end, len(chain.ids)) - grant.start
+        unknown = {
+            index
+            for index in range(max(0, length))
+            if chain.ids[grant.start + index] not in self.registry.origins
+        }
         if length > 0:
             rows = self.cache.book.rows(chain.array(grant.start, grant.start + length))
             for layer in range(len(self.cache.tensors)):
                 slots = grant.slots[layer, :length]
                 there = np.nonzero(grant.written[layer, :length] & (slots >= 0))[0]
                 bad = self.cache.mismatches(layer, slots[there], rows[there, layer])
-                foreign.update(
-                    index
-                    for index in np.delete(there, bad).tolist()
-                    if chain.ids[grant.start + index] not in self.registry.origins
-                )
+                if unknown:
+                    foreign |= unknown.intersection(np.delete(there, bad).tolist())
                 for index in (int(there[i]) for i in bad):
                     held = self._diagnosed(layer, chain, grant.start + index, int(slots[index]))
                     if held.found == "not_yet_loaded":

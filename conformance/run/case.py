@@ -89,8 +89,8 @@ def run_and_judge(
         report.rows = [
             row for row in rows if not brief or row.exercised or row.verdict not in SAYS_NOTHING
         ]
-        events = (foreign(run.trace) for run in made.runs.values())
-        if (event := next(filter(None, events), None)) is not None:
+        event = foreign(run.trace for run in made.runs.values())
+        if event is not None:
             report.foreign = sentence(event, target.extra_config)
         report.unmet = made.unmet
         report.trace = list(main.trace)

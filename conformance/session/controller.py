@@ -102,7 +102,7 @@ class Controller:
         self._troubles = 0
         self._ran_something = False
         self.foreign = False
-        """Whether a run loaded KV of another run: what the others say is worth nothing."""
+        """Whether a run loaded KV of another run: then the results of all runs are in doubt."""
 
     # -- pytest's hooks
 

@@ -26,6 +26,7 @@ from kvconform.config.selection import Selection, select
 from kvconform.config.settings import Settings
 from kvconform.contract.case import Variant
 from kvconform.errors import KvconformError, UsageError
+from kvconform.files import replace
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.judge.verdict import rows_for
 from kvconform.live.baseline import FOLDER as PLAINS
@@ -167,11 +168,10 @@ class Worker:
         self._stop_servers()
 
     def _stop_servers(self) -> None:
-        """Stop the servers, and leave word of what went wrong for `server_problems`."""
+        """Stop the servers, and write what went wrong for `server_problems`."""
         problems = self.servers.down()
         if problems:
-            word = self.scratch / f"{self.name}{PROBLEMS}"
-            word.write_text(json.dumps(problems), encoding="utf-8")
+            replace(self.scratch / f"{self.name}{PROBLEMS}", json.dumps(problems))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Any:
@@ -324,8 +324,8 @@ class Worker:
 
 def server_problems(scratch: Path) -> list[str]:
     """Return sentences about what went wrong with the servers of workers that have ended."""
-    words = sorted(scratch.glob(f"*{PROBLEMS}"))
-    return [sentence for word in words for sentence in json.loads(word.read_bytes())]
+    files = sorted(scratch.glob(f"*{PROBLEMS}"))
+    return [sentence for file in files for sentence in json.loads(file.read_bytes())]
 
 
 RELATIONS = (
