@@ -165,9 +165,9 @@ class StepNote:
 
     `step`: number of schedule() calls so far. `digest`: digest of the connector's metadata.
     `fresh`: blocks allocated since the step before, each with its request. `wanted`: the content id
-    of the last token that such a block is to hold, if its request's known tokens fill it. `zeroed`: those of them
-    that the engine itself clears. `written`: blocks that the model may write. `tables`: the blocks
-    of every request that holds blocks. `scheduled`: the requests that compute.
+    of the last token that such a block is to hold, if its request's known tokens fill it. `zeroed`:
+    those of them that the engine itself clears. `written`: blocks that the model may write.
+    `tables`: the blocks of every request that holds blocks. `scheduled`: the requests that compute.
     """
 
     step: int
