@@ -530,6 +530,11 @@ class Variant:
         """The situations of the run that the contract allows and vLLM does not bring about."""
         return self.case.beyond if isinstance(self.case, Case) else ()
 
+    @property
+    def inspects(self) -> bool:
+        """Whether the run makes the static checks of the connector."""
+        return isinstance(self.case, Case) and self.case.inspect is not None
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Variant) and self.id == other.id
 

@@ -316,17 +316,17 @@ _kind(
 _kind(
     "layer.save",
     "hooks",
-    "layer:str bound:bool whole:bool held:int",
-    "save_kv_layer of one layer; whole = with the layer's registered tensor; held = pieces of "
-    "other streams' work that the compute stream had to wait for because of it (only if transfers "
-    "are slow).",
+    "layer:str bound:bool whole:bool joined:bool",
+    "save_kv_layer of one layer; whole = with the layer's registered tensor; joined = the compute "
+    "stream waited for all work that the hook gave to other streams (only if transfers are slow).",
 )
 _kind(
     "load.ahead",
     "device",
     "layer:str later:list ahead:list",
     "The compute stream reached a layer while transfers are slow: later = layers after it for "
-    "which this step loads KV, ahead = those of them whose KV it had to wait for already.",
+    "which this step loads KV, ahead = those of them whose KV it had to wait for already; none as "
+    "long as one of the step's loads has brought nothing for later layers.",
 )
 _kind(
     "device.note",

@@ -66,7 +66,8 @@ class Executor:
         self._overlaps = variant.scheduling == "async" and variant.depth > 1
         self._siblings_load = bool(LOADING_SIBLINGS & set(variant.case.config.multi))
         self._received: set[str] = set()  # requests whose asynchronous load was just reported
-        self._held = 0  # work that the compute stream had waited for before a layer hook
+        # Whether the compute stream waited for all work that a layer hook gave to other streams.
+        self._joined = device.current.copies()
         connector = view.scheduler.connector
         inspector = getattr(connector, "kvconform_inspector", None)
         self.inspector: Any = inspector() if callable(inspector) else None
@@ -107,12 +108,12 @@ class Executor:
             self._worker.poison_fresh()
 
     def _before_layer_hook(self, call: Call) -> None:
-        self._held = device.current.held()
+        self._joined = device.current.copies()
 
     def _layer_hook(self, call: Call) -> None:
         cache = self._oracle.cache
         tensors = dict(zip(cache.names, cache.tensors, strict=True))
-        emit_layer(self.trace, call, tensors, device.current.held() - self._held)
+        emit_layer(self.trace, call, tensors, joined=self._joined())
 
     def _note_received(self, call: Call) -> None:
         """Note the asynchronous loads that were reported: the engine may rely on them now."""

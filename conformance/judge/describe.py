@@ -135,8 +135,8 @@ def _ahead(e: Event) -> str:
 
 
 def _layer_saved(e: Event) -> str:
-    waited = f", and made the compute stream wait for {many(e['held'], 'piece')} of other work"
-    return f"save_kv_layer of {e['layer']} was called{waited if e['held'] else ''}"
+    waited = ", and made the compute stream wait for all copies that it queued"
+    return f"save_kv_layer of {e['layer']} was called{waited if e['joined'] else ''}"
 
 
 def _lookup(e: Event) -> str:

@@ -57,8 +57,12 @@ class Timeline(Protocol):
     def shows_waits(self) -> bool:
         """Whether other streams do only what the compute stream or the host waits for."""
 
-    def held(self) -> int:
-        """Return how many pieces of other streams' work the compute stream has waited for."""
+    def copies(self) -> Callable[[], bool]:
+        """Return a question about the work that other streams are given from now on.
+
+        It is asked later: has the compute stream waited, and is all of that work done? It is not if
+        there was none.
+        """
 
     def position(self) -> int:
         """Return the place in the compute stream after all that was launched."""
@@ -110,9 +114,9 @@ class Unobserved:
     overlaps = False
     shows_waits = False
 
-    def held(self) -> int:
-        """Return 0."""
-        return 0
+    def copies(self) -> Callable[[], bool]:
+        """Return a question that is always answered with False."""
+        return lambda: False
 
     def position(self) -> int:
         """Return 0."""

@@ -82,9 +82,22 @@ class Emulated:
         """See Timeline."""
         return self.cuda.machine.delay == "transfers"
 
-    def held(self) -> int:
+    def copies(self) -> Callable[[], bool]:
         """See Timeline."""
-        return self.cuda.machine.held
+        machine = self.cuda.machine
+        held = machine.held
+        put = {queue: queue.put for queue in machine.queues}
+
+        def joined() -> bool:
+            given = [
+                queue
+                for queue in machine.queues
+                if queue is not machine.compute and queue.put > put.get(queue, 0)
+            ]
+            all_done = bool(given) and not any(queue.entries for queue in given)
+            return all_done and machine.held > held
+
+        return joined
 
     def position(self) -> int:
         """See Timeline."""

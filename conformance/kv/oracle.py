@@ -436,24 +436,26 @@ class Oracle(Loads):
         """Emit load.ahead: which later layers' loads the compute stream has waited for here.
 
         To be called on a device that shows waits, when the compute stream gets to a layer. Only for
-        the loads of this step, if later layers have any.
+        the synchronous loads of this step, if later layers have any. Loads may be queued one behind
+        the other: this layer of the last one is then behind all layers of the others. So nothing is
+        ahead as long as one of the loads has brought nothing for later layers.
         """
         names = self.cache.names
         later: set[int] = set()
-        ahead: set[int] = set()
+        ahead: list[set[int]] = []
         for grant in self.open_grants():
             wanted = grant.slots[layer + 1 :] >= 0
             if grant.is_async or not wanted.any():
                 continue
             arrived = wanted & grant.written[layer + 1 :]
             later.update((layer + 1 + np.flatnonzero(wanted.any(1))).tolist())
-            ahead.update((layer + 1 + np.flatnonzero(arrived.any(1))).tolist())
+            ahead.append(set((layer + 1 + np.flatnonzero(arrived.any(1))).tolist()))
         if later:
             self.trace.emit(
                 "load.ahead",
                 layer=names[layer],
                 later=[names[each] for each in sorted(later)],
-                ahead=[names[each] for each in sorted(ahead)],
+                ahead=[names[each] for each in sorted(set().union(*ahead))] if all(ahead) else [],
             )
 
     # -- reads by the engine

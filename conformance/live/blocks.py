@@ -14,7 +14,7 @@ import torch
 
 from kvconform.contract.events import WRITES
 from kvconform.contract.trace import Event, Trace
-from kvconform.live.book import Book, Finding, poison_value
+from kvconform.live.book import Book, Finding, Poisoned, poison_value
 from kvconform.live.state import Granted, Named, StepNote
 
 WATCHED = 64 << 20
@@ -169,10 +169,12 @@ class BlockOracle:
         self.loads = [load for load in self.loads if load.open or load.due is not None]
 
     def enter(self, named: list[Named]) -> None:
-        """Enter blocks that the model has filled into the book, unless wrong KV led to them."""
+        """Enter blocks that the model has filled into the book: apart, if wrong KV led to them."""
         for one in named:
-            if not self.bad & {one.block, *one.upon}:
-                block = self.blocks.read(one.block)
+            block = self.blocks.read(one.block)
+            if self.bad & {one.block, *one.upon}:
+                self.book.spoil(block)
+            else:
                 self.book.enter(one.content, one.plain, one.req, one.index, block)
 
     def poison_fresh(self) -> None:
@@ -181,7 +183,8 @@ class BlockOracle:
         self.check("handle_preemptions", also=engine_writes)
         if self.poisoning:
             for block, owner in self.fresh:
-                self.book.poisoners[self.blocks.poison(block)] = owner
+                poisoned = Poisoned(owner, self.note.wanted.get(block))
+                self.book.poisoners.setdefault(self.blocks.poison(block), []).append(poisoned)
         self.fresh = []
 
     def read(self, layer: int) -> None:
@@ -328,7 +331,8 @@ class BlockOracle:
         for number in wrong:
             if load.block(number) not in failed and not given_up:
                 finding = found[number]
-                self._wrong(load, number, finding.layer, finding.found, finding.origin)
+                if finding.found is not None:  # else an earlier kv.wrong led to it
+                    self._wrong(load, number, finding.layer, finding.found, finding.origin)
         origin = "bytes that arrived after the layer had been read"
         for layer, number in sorted(load.late):
             if number not in missing:

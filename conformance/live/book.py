@@ -35,14 +35,26 @@ class Finding(NamedTuple):
 
     `verdict`: exact, close, wrong or unknown. `error`: the largest difference, as a part of the
     largest value. For a wrong block: the first wrong `layer`, what the bytes are (`found`, one of
-    kvconform.contract.events.PROVENANCE), and in words where they come from (`origin`).
+    kvconform.contract.events.PROVENANCE; None if the model computed them upon KV that was found to
+    be wrong before), and in words where they come from (`origin`).
     """
 
     verdict: str
     error: float = 0.0
     layer: int = 0
-    found: str = ""
+    found: str | None = None
     origin: str = ""
+
+
+class Poisoned(NamedTuple):
+    """A fresh block that was filled with poison.
+
+    `req`: the request that it was handed out to. `content`: the content id of the last token that
+    it was to hold; None if the request's known tokens did not fill it.
+    """
+
+    req: str
+    content: int | None = None
 
 
 @dataclass
@@ -64,15 +76,16 @@ class Book:
     """Records by content id of the last token. `tolerance` replaces CLOSE for a lossy connector.
 
     `computed`: content ids, and plain ids, of all positions that the baseline run computed.
-    `poisoners`: by poison value, the request whose fresh block was filled with it last.
+    `poisoners`: by poison value, the fresh blocks that were filled with it. The values repeat.
     """
 
     def __init__(self, tolerance: float = CLOSE) -> None:
         self.tolerance = max(tolerance, CLOSE)
         self.records: dict[int, Record] = {}
         self.computed: tuple[set[int], set[int]] = (set(), set())
-        self.poisoners: dict[float, str] = {}
+        self.poisoners: dict[float, list[Poisoned]] = {}
         self._rows: dict[bytes, tuple[int, int]] = {}
+        self._spoiled: set[bytes] = set()
         self._bytes = 0
 
     def enter(self, content: int, plain: int, req: str, index: int, block: torch.Tensor) -> None:
@@ -92,6 +105,10 @@ class Book:
         self._bytes += size
         for layer, row in enumerate(block):
             self._rows.setdefault(_print(row), (content, layer))
+
+    def spoil(self, block: torch.Tensor) -> None:
+        """Record a block [layers, elements] that the model computed upon wrong KV."""
+        self._spoiled.update(_print(row) for row in block)
 
     def compare(self, block: torch.Tensor, contents: list[tuple[int, int]], index: int) -> Finding:
         """Compare bytes that were loaded as block `index` of a request.
@@ -127,15 +144,14 @@ class Book:
 
     def _diagnose(
         self, row: torch.Tensor, layer: int, contents: list[tuple[int, int]], index: int
-    ) -> tuple[str, str]:
+    ) -> tuple[str | None, str]:
         """Return what the wrong bytes of one layer are, and in words where they come from."""
         if not bool(row.any()):
             return "never_computed", "zeros: this block was never written"
         if (poison := poison_in(row)) is not None:
-            owner = self.poisoners.get(poison)
-            mine = owner is None or owner == self.records[contents[index][0]].req
-            origin = f"poison that a fresh block of request {owner} was filled with"
-            return "never_computed" if mine else "poison", origin
+            return self._poison(self.poisoners.get(poison, []), contents[index][0])
+        if _print(row) in self._spoiled:
+            return None, "bytes that the model computed upon wrong KV"
         hit = self._rows.get(_print(row)) or self._near(row)
         if hit is None:
             return "unknown", "bytes that the model never computed as a block"
@@ -149,6 +165,20 @@ class Book:
         if record.plain in [plain for _, plain in contents]:
             return "other_identity", origin
         return "other_request", origin
+
+    def _poison(self, blocks: list[Poisoned], content: int) -> tuple[str, str]:
+        """Return what poison is that was loaded as `content`, and in words where it comes from.
+
+        `blocks`: the fresh blocks that it was put into. If one of them was to hold the content, a
+        save read it before that was computed; the request need not be the first that computed it.
+        """
+        first = self.records[content].req
+        for one in blocks:
+            if content == one.content or first == one.req:
+                return "never_computed", f"poison that a fresh block of request {one.req} held"
+        if not blocks:
+            return "never_computed", "poison that a fresh block held"
+        return "poison", f"poison that a fresh block of request {blocks[-1].req} held"
 
     def _near(self, row: torch.Tensor) -> tuple[int, int] | None:
         """Return the content id and layer of a recorded row within the tolerance, if any."""

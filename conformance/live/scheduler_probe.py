@@ -194,6 +194,7 @@ class SchedulerProbe:
         note = StepNote(
             self.trace.step,
             fresh=fresh,
+            wanted=self._wanted(fresh, tables),
             zeroed=list(getattr(output, "new_block_ids_to_zero", ()) or ()),
         )
         note.tables = {
@@ -215,6 +216,20 @@ class SchedulerProbe:
         setattr(output, ATTRIBUTE, note)
         self.flight.append(Flight(output, note, shares))
         return output
+
+    def _wanted(
+        self, fresh: list[tuple[int, str]], tables: dict[str, list[list[int]]]
+    ) -> dict[int, int]:
+        """Return the field `wanted` of a StepNote."""
+        size = self.loads.shape.block_size
+        handed_out = {block for block, _ in fresh}
+        found: dict[int, int] = {}
+        for req in {owner for _, owner in fresh if owner in self.scheduler.requests}:
+            ids, _ = self.roster.chain(self.scheduler.requests[req])
+            for block, end in zip(tables[req][0], range(size, len(ids) + 1, size), strict=False):
+                if block in handed_out:
+                    found[block] = ids[end - 1]
+        return found
 
     def _share(
         self, output: Any, req: str, note: StepNote, tables: dict[str, list[list[int]]]

@@ -164,9 +164,10 @@ class StepNote:
     """One step.
 
     `step`: number of schedule() calls so far. `digest`: digest of the connector's metadata.
-    `fresh`: blocks allocated since the step before, each with its request. `zeroed`: those of them
-    that the engine itself clears. `written`: blocks that the model may write. `tables`: the blocks
-    of every request that holds blocks. `scheduled`: the requests that compute.
+    `fresh`: blocks allocated since the step before, each with its request. `wanted`: the content id
+    of the last token that such a block is to hold, if its request's known tokens fill it. `zeroed`:
+    those of them that the engine itself clears. `written`: blocks that the model may write.
+    `tables`: the blocks of every request that holds blocks. `scheduled`: the requests that compute.
     """
 
     step: int
@@ -174,6 +175,7 @@ class StepNote:
     named: list[Named] = field(default_factory=list)
     granted: list[Granted] = field(default_factory=list)
     fresh: list[tuple[int, str]] = field(default_factory=list)
+    wanted: dict[int, int] = field(default_factory=dict)
     zeroed: list[int] = field(default_factory=list)
     written: set[int] = field(default_factory=set)
     tables: dict[str, list[int]] = field(default_factory=dict)

@@ -503,10 +503,13 @@ def starved(scheduler: Any, request: Any, end: int, block_size: int) -> bool:
     return bool(0 <= spare < remaining(request))
 
 
-def emit_layer(trace: Trace, call: Call, registered: Mapping[str, Any], held: int = 0) -> None:
+def emit_layer(
+    trace: Trace, call: Call, registered: Mapping[str, Any], *, joined: bool = False
+) -> None:
     """Emit layer.wait or layer.save for a call of that hook.
 
-    `registered`: KV tensors by layer. `held`: work that the compute stream waited for in the hook.
+    `registered`: KV tensors by layer. `joined`: the compute stream waited for all work that the
+    hook gave to other streams.
     """
     name = call.arg(0, "layer_name")
     bound = bool(call.event and call.event["bound"])
@@ -518,7 +521,7 @@ def emit_layer(trace: Trace, call: Call, registered: Mapping[str, Any], held: in
     whole = tensor is None or (
         given.data_ptr() == tensor.data_ptr() and given.shape == tensor.shape
     )
-    trace.emit("layer.save", layer=name, bound=bound, whole=whole, held=held)
+    trace.emit("layer.save", layer=name, bound=bound, whole=whole, joined=joined)
 
 
 def _claim(result: Any) -> tuple[Any, bool, bool]:

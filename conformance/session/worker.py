@@ -279,7 +279,7 @@ class Worker:
 
             self._target = smoke.target_of(self.settings)
             self._refused = smoke.check(self._target, tmp, limit, engine=self.settings.engine)
-            inspected = any(each.case.inspect for each in self.selection.variants)
+            inspected = any(each.inspects for each in self.selection.variants)
             if self._refused is not None and not inspected:
                 raise UsageError(self._refused)  # no case that was selected would say it
             if self._target.connector is not None:
@@ -290,7 +290,7 @@ class Worker:
 
     def _run(self, variant: Any, tmp: Path) -> CaseReport:
         """Run and judge a variant, and render its timelines and its story."""
-        if self._refused is not None and variant.case.inspect is None:
+        if self._refused is not None and not variant.inspects:
             rows = self._same_rows(variant, Verdict.UNSUPPORTED, self._refused)
             return CaseReport(variant.id, rows=rows, refused=self._refused)
         limit = LIVE_LIMIT

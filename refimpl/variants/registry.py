@@ -12,7 +12,8 @@ They cover, by section of systems.md:
 - C1: keys of chunks;
 - C2, C3: tiers, eviction and slow writes to a lower level (`tiers`, `behind`);
 - C4: transfers after the step (`fencing`, `threads`);
-- C7, C8: lossy serialisation, chunks that are not a prefix (`lossy`).
+- C7, C8: lossy serialisation, chunks that are not a prefix (`lossy`);
+- C9: layers on streams, with few staging buffers (`STREAMED`, `staged`).
 """
 
 from __future__ import annotations
@@ -105,5 +106,6 @@ STREAMED: dict[str, tuple[str, dict[str, Any]]] = {
         "kvconform.refimpl.streamed:StreamedConnector",
         {"layerwise": True, "async_saves": True, "chunk_tokens": 6, "whole_blocks": False},
     ),
+    "streams-staged": (f"{HERE}.staged:Staged", {"layerwise": True, "async_saves": True}),
 }
 """Variants for a CUDA device or its emulation, in the form of `VARIANTS`."""

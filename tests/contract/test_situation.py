@@ -45,6 +45,18 @@ def test_a_run_says_which_of_its_situations_are_beyond_vllm(
     assert {variant.beyond for variant in found.variants()} == {beyond}
 
 
+def test_every_run_says_whether_it_inspects_the_connector() -> None:
+    """Runs of engine live, too, whose scenarios are no cases."""
+    spec = load_spec()
+    runs = [run for each in spec.cases.values() for run in each.variants()]
+    assert {run.case.id for run in runs if run.inspects} == {
+        each.id for each in spec.cases.values() if each.inspect is not None
+    }
+    scenarios = [run for each in spec.scenarios.values() for run in each.variants()]
+    assert scenarios
+    assert not any(run.inspects for run in scenarios)
+
+
 def test_an_unknown_policy_is_a_mistake_of_the_case() -> None:
     with pytest.raises(
         ValidationError, match="no policy 'reverse-bach'; did you mean reverse-batch"

@@ -32,6 +32,17 @@ def machine() -> Machine:
     return made
 
 
+def test_loads_of_a_step_may_be_queued_one_behind_the_other(machine: Machine) -> None:
+    """The first layer of the second load is behind all layers of the first."""
+    first, second = machine.oracle.grants[0], machine.grant("c", [5, 6], 0, 5)
+    ahead: list[list[str]] = []
+    for grant, layer in ((first, 0), (first, 1), (second, 0), (second, 1)):
+        grant.written[layer] = True
+        machine.oracle.reached(0)
+        ahead.append(machine.events("load.ahead")[-1]["ahead"])
+    assert ahead == [[], [], [], [machine.cache.names[1]]]
+
+
 @pytest.mark.parametrize(
     ("slot", "kind", "req"),
     [

@@ -13,7 +13,7 @@ import torch
 from kvconform.contract.events import WRITES
 from kvconform.contract.trace import Trace
 from kvconform.live.blocks import BlockOracle, Blocks
-from kvconform.live.book import Book
+from kvconform.live.book import Book, Poisoned
 from kvconform.live.state import Granted, Named, StepNote
 
 SIZE, LAYERS, NUMBER, WIDTH = 4, 2, 12, 64
@@ -247,11 +247,38 @@ def test_what_is_computed_upon_a_wrong_load_teaches_nothing() -> None:
     assert 103 not in rig.oracle.book.records and 102 in rig.oracle.book.records
 
 
+def test_what_was_computed_upon_wrong_kv_is_no_failure_of_its_own() -> None:
+    """A save of such a block, and its load, are as they should be: the first load was wrong."""
+    rig = Rig()
+    rig.oracle.book.enter(103, 1003, "c", 3, kv(3))
+    rig.load()
+    for block in (5, 6, 7):
+        rig.put(block, kv(50 + block))
+    rig.oracle.end()
+    rig.put(8, kv(8))
+    contents = [*CONTENTS, (103, 1003)]
+    granted = Granted("d#0.1", "d", 0, 12, 16, False, [1, 2, 3, 9], contents)
+    named = [Named(8, 103, 1003, "b", 3, (5, 6, 7))]
+    rig.oracle.begin(StepNote(3, named=named, granted=[granted], scheduled=["d"]))
+    before = len(rig.kinds("kv.wrong"))
+    rig.put(9, kv(8))
+    rig.oracle.end()
+    assert rig.kinds("live.load")[-1]["wrong"] == [3]
+    assert rig.oracle.book.compare(kv(8), contents, 3).found is None
+    assert len(rig.kinds("kv.wrong")) == before
+    assert before
+
+
 def test_poison_tells_who_took_a_block_too_early() -> None:
     rig = Rig()
     poison = rig.blocks.poison(10)
-    for owner, found in (("a", "never_computed"), ("somebody", "poison")):
-        rig.oracle.book.poisoners[poison] = owner
+    for owner, content, found in (
+        ("a", None, "never_computed"),
+        ("c", CONTENTS[0][0], "never_computed"),  # "a" was the first, and "c" computes it, too
+        ("c", CONTENTS[1][0], "poison"),
+        ("c", None, "poison"),
+    ):
+        rig.oracle.book.poisoners[poison] = [Poisoned(owner, content)]
         rig.oracle.enter(rig.named)
         finding = rig.oracle.book.compare(torch.full((LAYERS, SIZE * WIDTH), poison), CONTENTS, 0)
         assert finding.verdict == "wrong" and finding.found == found
