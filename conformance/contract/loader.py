@@ -13,8 +13,9 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from copy import copy
+from dataclasses import dataclass, field, fields
+from functools import cached_property, lru_cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -161,13 +162,45 @@ def load_spec(
 ) -> Spec:
     """Load the specification under `root`, and `cases` from files of their own.
 
-    `root` defaults to the specification of this distribution. `live`: for engine live, whose cases
-    are the scenarios. Raises SpecError, and UsageError for a case's file that cannot be read.
+    `root` defaults to the specification of this distribution, which is read once in a process (and
+    those that it forks) until a file changes. `cache` is for another root: whether to use the cache
+    of parsed files. `live`: for engine live, whose cases are the
+    scenarios. Raises SpecError, and UsageError for a case's file that cannot be read.
     """
-    if _preloaded is not None and root is None and not cases and not live:
-        return _preloaded
-    base: Traversable = importlib.resources.files("kvconform.spec") if root is None else root
-    loader = _Loader(Cache(enabled=cache))
+    if root is None:
+        spec = _copy(_installed(_state(importlib.resources.files("kvconform.spec"))))
+        hand_on(spec.situations)
+    else:
+        spec = _read(root, Cache(enabled=cache))
+    if cases:
+        _add_own(spec, cases, live)
+    if live:
+        spec.cases = dict(spec.scenarios)  # type: ignore[arg-type]
+    return spec
+
+
+def _copy(spec: Spec) -> Spec:
+    """Return a specification whose containers are its own; the entries are immutable."""
+    return Spec(**{each.name: copy(getattr(spec, each.name)) for each in fields(spec)})
+
+
+@lru_cache(maxsize=1)
+def _installed(_state: object) -> Spec:
+    """Return the specification of this distribution, as its files were in this state."""
+    return _read(importlib.resources.files("kvconform.spec"), Cache(enabled=True))
+
+
+def _state(base: Traversable) -> object:
+    """Return what changes when a file below the directory does; None in an archive."""
+    if not isinstance(base, Path):
+        return None
+    found = ((path, path.stat()) for path in sorted(base.rglob("*.yaml")))
+    return tuple((str(path), stat.st_mtime_ns, stat.st_size) for path, stat in found)
+
+
+def _read(base: Traversable, cache: Cache) -> Spec:
+    """Load the specification in this directory. SpecError if it is broken."""
+    loader = _Loader(cache)
     # First, because cases name situations: a broken file would be one problem per case.
     if (base / SITUATIONS).is_file():
         loader.situations(f"spec/{SITUATIONS}", (base / SITUATIONS).read_text(encoding="utf-8"))
@@ -180,16 +213,6 @@ def load_spec(
         loader.case(name, text)
     for name, text in sorted(_files(base, "live", "spec/"), key=_workloads_first):
         (loader.workloads if _is_workloads(name) else loader.scenario)(name, text)
-    for name in cases:
-        try:
-            (loader.scenario if live else loader.case)(name, Path(name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UsageError(f"case {name} cannot be read: {reason}") from None
-    own = {**loader.spec.cases, **loader.spec.scenarios}
-    loader.spec.own_cases = [
-        name for name in own if loader.spec.places[f"case:{name}"].file in cases
-    ]
     for take in (
         loader.profiles,
         loader.rules,
@@ -200,24 +223,26 @@ def load_spec(
         name = f"{take.__name__}.yaml"
         if (base / name).is_file():
             take(f"spec/{name}", (base / name).read_text(encoding="utf-8"))
-    loader.cache.save()
+    cache.save()
     if loader.problems:
         raise SpecError(loader.problems)
-    if live:
-        loader.spec.cases = dict(loader.spec.scenarios)  # type: ignore[arg-type]
     return loader.spec
 
 
-_preloaded: Spec | None = None
-
-
-def preload() -> None:
-    """Load this distribution's specification once for this process and those that it forks.
-
-    They share the object, so it is for processes that make one run and end.
-    """
-    global _preloaded
-    _preloaded = load_spec()
+def _add_own(spec: Spec, cases: Sequence[str], live: bool) -> None:
+    """Add cases from files of the user's own to the specification."""
+    loader = _Loader(Cache(enabled=False), spec)
+    for name in cases:
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"case {name} cannot be read: {reason}") from None
+        (loader.scenario if live else loader.case)(name, text)
+    if loader.problems:
+        raise SpecError(loader.problems)
+    all_cases = {**spec.cases, **spec.scenarios}
+    spec.own_cases = [name for name in all_cases if spec.places[f"case:{name}"].file in cases]
 
 
 def _is_workloads(name: str) -> bool:
@@ -245,8 +270,8 @@ def _files(base: Traversable, folder: str, prefix: str) -> Iterator[tuple[str, s
 class _Loader:
     """Reads files into `spec`. Each method takes one kind of file, by name and text."""
 
-    def __init__(self, cache: Cache) -> None:
-        self.spec = Spec()
+    def __init__(self, cache: Cache, spec: Spec | None = None) -> None:
+        self.spec = spec or Spec()
         self.cache = cache
         self.problems: list[Problem] = []
 

@@ -74,7 +74,6 @@ class Server:
         before = dict(os.environ)
         for name in (*(f"kvconform.{each}" for each in MODULES), *TOOLS):
             importlib.import_module(name)
-        loader.preload()
         # Some variables are set by the imports: a worker needs them, too.
         self._environment = {
             name: os.environ.get(name)

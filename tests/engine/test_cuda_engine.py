@@ -52,9 +52,20 @@ def failed(report: CaseReport) -> set[str]:
     return {row.requirement for row in report.rows if row.verdict == "FAIL"}
 
 
-@pytest.mark.parametrize("delay", [None, "compute", "transfers"])
-@pytest.mark.parametrize("engine", ["reference", "vllm"])
-@pytest.mark.parametrize("scheduling", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("engine", "scheduling", "delay"),
+    [
+        ("reference", "sync", "transfers"),
+        ("reference", "async", "compute"),
+        ("vllm", "async", None),
+        *(
+            pytest.param(engine, scheduling, delay, marks=pytest.mark.long)
+            for engine in ("reference", "vllm")
+            for scheduling in ("sync", "async")
+            for delay in (None, "compute", "transfers")
+        ),
+    ],
+)
 def test_a_correct_connector_passes_and_nobody_waits(
     delay: Delay | None, engine: str, scheduling: str, tmp_path: Path
 ) -> None:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """End-to-end tests of the engine `live`.
 
-One run belongs to every test session; those that take minutes need KVCONFORM_TEST_LIVE=1.
+Two runs belong to every test session; the others take minutes and are marked `long`.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,6 @@ from kvconform.run.case import run_and_judge
 pytest.importorskip("vllm")
 SPEC = load_spec()
 LIVE = [name for name, defect in load_defects(SPEC).items() if defect.live]
-at_length = pytest.mark.skipif(
-    os.environ.get("KVCONFORM_TEST_LIVE") != "1", reason="takes minutes: KVCONFORM_TEST_LIVE=1"
-)
 TWICE = [Request(own=n, tail=tail, out=12) for n, tail in enumerate((70, 96, 130))]
 SMALL = Scenario(
     id="live.small",
@@ -82,7 +78,7 @@ def test_the_tiny_model_reacts_to_a_block_that_is_a_tenth_too_small(tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
-@at_length
+@pytest.mark.long
 def test_the_reference_connector_changes_nothing(tmp_path: Path) -> None:
     found = verdicts(SMALL, reference("connector:ReferenceConnector"), tmp_path / "run")
     assert (
@@ -92,7 +88,7 @@ def test_the_reference_connector_changes_nothing(tmp_path: Path) -> None:
     )
 
 
-@at_length
+@pytest.mark.long
 def test_where_nothing_is_loaded_nothing_passes(tmp_path: Path) -> None:
     found = verdicts(
         SMALL, reference("connector:ReferenceConnector", save="none"), tmp_path / "run"
@@ -100,7 +96,7 @@ def test_where_nothing_is_loaded_nothing_passes(tmp_path: Path) -> None:
     assert "PASS" not in found.values() and "FAIL" not in found.values()
 
 
-@at_length
+@pytest.mark.long
 @pytest.mark.parametrize("name", LIVE)
 def test_a_defect_is_found_by_what_names_it(name: str, tmp_path: Path) -> None:
     assert examine(load_defects(SPEC)[name], SPEC, tmp_path).problem == ""

@@ -371,18 +371,20 @@ RUNS = (
     "ranks.tensor[vllm-async-v1-d2-b4]",
     "transfer.one-store[reference-sync-v1-d1-b4]",
 )
-SLOW = {"s3": 3}
-"""How many of these runs are made with a kind of store that is slow."""
+OVER = [*SERVED, "tiers"]
 
 
-@pytest.mark.parametrize("kind", [*SERVED, "tiers"])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", OVER)
 def test_a_connector_over_a_server_fails_nothing(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All of these runs are made with one kind of store or another, or with each."""
+    runs = RUNS if whole else RUNS[OVER.index(kind) :: len(OVER)]
     passed = 0
     with served(kind, tmp_path, monkeypatch) as settings:
         target = smoke.target_of(settings)
-        for number, run in enumerate(RUNS[: SLOW.get(kind)]):
+        for number, run in enumerate(runs):
             (variant,) = (v for v in SPEC.cases[run.split("[")[0]].variants() if v.id == run)
             report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / str(number))
             assert report.harness_error is None
@@ -390,7 +392,7 @@ def test_a_connector_over_a_server_fails_nothing(
             bad = [row for row in bad if row.kind == "requirement"]
             assert [f"{run}: {row.requirement}: {row.message}" for row in bad] == []
             passed += sum(row.verdict == "PASS" for row in report.rows)
-    assert passed > 15 * (number + 1), "little was judged"
+    assert passed > 15 * len(runs), "little was judged"
 
 
 @pytest.mark.parametrize("kind", ["redis", "tiers"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test of a thousand requests that save, are preempted, and load what others have saved.
+"""Tests of many requests that save, are preempted, and load what others have saved.
 
 None is lost, no byte is wrong, no block leaks. Connectors with planted defects must fail.
 """
@@ -21,7 +21,7 @@ from kvconform.kernels.codes import CodeBook
 from kvconform.run.records import Run
 from kvconform.run.runner import run_variant
 
-pytestmark = pytest.mark.e2e  # three quarters of a minute
+pytestmark = pytest.mark.e2e  # many seconds each
 
 BLOCK = 16
 DOCUMENTS = 8
@@ -119,17 +119,18 @@ ASYNC = {"load": "async", "async_saves": True}
 
 
 @pytest.mark.parametrize("engine", ["reference", "vllm"])
-def test_a_thousand_requests_load_what_they_saved(engine: str, tmp_path: Path) -> None:
-    run = stressed(engine, "connector:ReferenceConnector", 1000, tmp_path, **ASYNC)
+@pytest.mark.parametrize("requests", [240, pytest.param(1000, marks=pytest.mark.long)])
+def test_requests_load_what_they_saved(engine: str, requests: int, tmp_path: Path) -> None:
+    run = stressed(engine, "connector:ReferenceConnector", requests, tmp_path, **ASYNC)
     assert wrong(run) == Counter()
     assert failed(run) == set()
     ended = [e["status"] for e in run.trace if e["kind"] == "req.finished"]
-    assert ended == ["FINISHED_LENGTH_CAPPED"] * 1000
+    assert ended == ["FINISHED_LENGTH_CAPPED"] * requests
     loads = [e for e in run.trace if e["kind"] == "alloc" and e["external"] > 0]
-    assert len({e["req"] for e in loads if e["req"].startswith("again")}) > 490
+    assert len({e["req"] for e in loads if e["req"].startswith("again")}) > 0.45 * requests
     assert all(e["is_async"] for e in loads)
     victims = {e["req"] for e in run.trace if e["kind"] == "req.state" and e["to"] == "PREEMPTED"}
-    assert len(victims) > 100
+    assert len(victims) > requests / 10
 
 
 WRONG = {
@@ -141,7 +142,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("connector", WRONG)
-@pytest.mark.parametrize("options", [{}, ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.long), ASYNC], ids=["sync", "async"]
+)
 def test_a_defect_does_not_pass_it(connector: str, options: Any, tmp_path: Path) -> None:
-    run = stressed("reference", connector, 120, tmp_path, **options)
+    run = stressed("reference", connector, 60, tmp_path, **options)
     assert WRONG[connector] in failed(run)
