@@ -27,6 +27,7 @@ from kvconform.config.settings import Settings
 from kvconform.contract.case import Variant
 from kvconform.errors import KvconformError, UsageError
 from kvconform.files import replace
+from kvconform.judge.foreign import ForeignKV
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.judge.verdict import rows_for
 from kvconform.live.baseline import FOLDER as PLAINS
@@ -220,6 +221,7 @@ class Worker:
             details = error.details
             report = self._error(variant, error)
             report.abort = error.code, error.message
+            report.foreign = isinstance(error, ForeignKV)
         except (Exception, SystemExit, watchdog.HookTimeout) as error:
             # Any exception that gets here is the harness's fault.
             report = self._error(variant, error)
