@@ -26,7 +26,7 @@ CAUSE = (
     "The connector reports hits for KV that it does not have. If only its scheduler half is judged,"
     f" perhaps {REASON}: {OWN_STORE}."
 )
-"""The usual cause of a hit that nothing in the run explains: a load would prove KV of other runs."""
+"""The usual cause of a hit that nothing in the run explains; loads of other runs' KV are proven."""
 TRUTH = "lookup.truth"
 """The requirement that such a hit breaks."""
 UNHEARD = "unheard"

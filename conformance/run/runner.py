@@ -83,7 +83,8 @@ def run_variant(
     `relation` says how the run differs from the one with relation `connector`: for example
     `no-connector`, `pickled-metadata` or `repeat`. With `may_fork` a run that forks does so in this
     process; without, it gets a fresh interpreter if connectors have left threads here, and with
-    `afresh` in any case. With `first_part`, the run ends at the restart of the case, and leaves there what the rest needs.
+    `afresh` in any case. With `first_part`, the run ends at the restart of the case, and leaves
+    there what the rest needs.
     """
     _freeze()
     # A calibration runs inside another run, whose store must keep its content.

@@ -322,7 +322,7 @@ class Controller:
 
         What went wrong with them, and with the servers of the workers, becomes a warning.
         """
-        for sentence in [*server_problems(self.scratch), *self.commands.down()]:
+        for sentence in [*self.commands.down(), *server_problems(self.scratch)]:
             if sentence not in self.warnings:
                 self.warnings.append(sentence)
                 self.console.print(f"[yellow]warning[/]     {escape(sentence)}")

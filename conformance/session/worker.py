@@ -326,8 +326,14 @@ class Worker:
 
 def server_problems(scratch: Path) -> list[str]:
     """Return sentences about what went wrong with the servers of workers that have ended."""
-    files = sorted(scratch.glob(f"*{PROBLEMS}"))
-    return [sentence for file in files for sentence in json.loads(file.read_bytes())]
+    found: list[str] = []
+    for file in sorted(scratch.glob(f"*{PROBLEMS}")):
+        try:
+            found += json.loads(file.read_bytes())
+        except (OSError, ValueError):
+            worker = file.name.removesuffix(PROBLEMS)
+            found.append(f"what went wrong with the servers of worker {worker} cannot be read")
+    return found
 
 
 RELATIONS = (
