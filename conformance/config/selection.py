@@ -116,7 +116,7 @@ class Selection:
     - `shard`: the part of all runs that `variants` and `switched_off` are.
     - `beyond`: cases and requirements of other vLLM releases.
     - `without`: number of runs left out because their model runner does not support connectors yet.
-    - `beyond_profile`: number of runs of the selected cases that the profile leaves out.
+    - `beyond_profile`: number of runs of the profile's cases that it leaves out.
     """
 
     variants: list[Variant]

@@ -92,7 +92,7 @@ def header(
         )
         paragraph(console, "not run", text, indent=12)
     if selection.beyond_profile:
-        text = f"{many(selection.beyond_profile, 'more run')} of these cases with --profile full"
+        text = f"{many(selection.beyond_profile, 'more run')} with --profile full"
         paragraph(console, "not run", text, indent=12)
     if requirements and not selection.narrowed:
         text = (

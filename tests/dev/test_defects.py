@@ -315,8 +315,8 @@ def test_a_defect_that_the_gate_leaves_out_is_a_problem(runs: list[str], wanted:
 
 
 def test_one_requirement_that_fails_in_the_gate_is_enough() -> None:
-    defect = DEFECTS["loads-into-first-blocks"]
-    run = "lifecycle.local-and-external[reference-{}-b4]"
+    defect = DEFECTS["silently-partial-load"]
+    run = "lifecycle.fail-finish[reference-{}-b4]"
     failed = {name: [run.format("async-v1-d2")] for name in defect.fails}
     outcome = settled(Outcome(defect=defect.id, failed=failed), defect)
     assert outcome.problem.startswith("only runs that profile core leaves out find it: ")
