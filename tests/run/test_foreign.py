@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -13,6 +13,7 @@ from core_rig import REFERENCE, ROUND_TRIP, make_case
 from kvconform.config.target import Target
 from kvconform.contract.case import Variant
 from kvconform.contract.loader import load_spec
+from kvconform.explore import pool
 from kvconform.judge.foreign import CAUSE, OWN_STORE, REASON, ForeignKV, own, sentence
 from kvconform.judge.records import CaseReport
 from kvconform.refimpl.connector import ReferenceConnector
@@ -79,6 +80,15 @@ def test_a_connector_that_invents_hits_fails(tmp_path: Path) -> None:
     wrong = SPEC.requirements["lookup.truth"].wrong or ""
     assert usual_causes(root.row, wrong) == CAUSE
     assert "though nothing of this request had been computed" in str(root.row.message)
+
+
+def test_exploration_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*_: object, **__: object) -> NoReturn:
+        raise ForeignKV(REASON)
+
+    monkeypatch.setattr(pool, "outcome", found)
+    with pytest.raises(ForeignKV):  # other errors are outcomes of their workload
+        pool._outcome(({"id": "a"}, 0, None), Target("m:C"), SPEC, tmp_path, 60.0)
 
 
 @pytest.mark.parametrize(
