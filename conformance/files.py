@@ -11,11 +11,16 @@ def replace(path: Path, data: str | bytes) -> None:
     """Write a file atomically: readers see the old content or the new one, never a part.
 
     Text is encoded as UTF-8. Of two processes that write, the last one wins. OSError if the file
-    cannot be written.
+    cannot be written. A process that is killed meanwhile leaves `.NAME.PID.new` there: no other
+    process removes it, because in a shared folder its writer may be alive on another machine.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}.new")
-    scratch.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
-    os.replace(scratch, path)
+    try:
+        scratch.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
+        os.replace(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def scratch_root() -> str | None:

@@ -125,7 +125,7 @@ def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None
         elif looks_like_a_class:
             hint = f"; did you mean {module}:{name}?"
         else:
-            hint = _of_module(connector, pythonpath)
+            hint = _hint_at_classes(connector, pythonpath)
             hint = hint or f"; if {connector} is the module, add its class: {connector}:MyConnector"
         raise UsageError(
             f"{connector!r} does not name a connector: "
@@ -165,7 +165,7 @@ def check_connector_exists(connector: str, pythonpath: Sequence[str] = ()) -> No
         _check_registered(connector, pythonpath)
 
 
-def _of_module(name: str, pythonpath: Sequence[str]) -> str:
+def _hint_at_classes(name: str, pythonpath: Sequence[str]) -> str:
     """Return `; did you mean name:Class?` with the connectors of a module, or "". Imports nothing.
 
     A package that defines none has those that it imports from its own modules.
@@ -219,7 +219,7 @@ def _check_registered(name: str, pythonpath: Sequence[str] = ()) -> None:
     except (OSError, SyntaxError):
         return
     if known and name not in known:
-        close = _of_module(name, pythonpath) or did_you_mean(name, known)
+        close = _hint_at_classes(name, pythonpath) or did_you_mean(name, known)
         close = close or f"; it knows {', '.join(known)}"
         raise UsageError(
             f"vLLM knows no connector named {name!r}: give it as package.module:Class{close}"

@@ -116,6 +116,7 @@ class Selection:
     - `shard`: the part of all runs that `variants` and `switched_off` are.
     - `beyond`: cases and requirements of other vLLM releases.
     - `without`: number of runs left out because their model runner does not support connectors yet.
+    - `beyond_profile`: number of runs of the profile's cases that it leaves out.
     """
 
     variants: list[Variant]
@@ -127,6 +128,7 @@ class Selection:
     shard: Shard | None = None
     beyond: tuple[Sequence[str], Sequence[str]] = ((), ())
     without: int = 0
+    beyond_profile: int = 0
 
     @property
     def partial(self) -> bool:
@@ -184,6 +186,7 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
                 found.without += 1
                 continue
             if by_profile and not runs_in(spec.profiles, settings.profile, variant):
+                found.beyond_profile += 1
                 continue
             if (
                 wanted_variants is None

@@ -305,7 +305,9 @@ class _Loader:
                 cause = problem.get("ctx", {}).get("error")
                 loc = (*problem["loc"], *(cause.path if isinstance(cause, WrongPart) else ()))
                 line = line_of(file.lines, (*entry, *loc))
-                where, sentence = words(model, written(raw, loc), problem["type"], problem["msg"])
+                where, sentence = place_and_sentence(
+                    model, written(raw, loc), problem["type"], problem["msg"]
+                )
                 sentences = found.setdefault((line, where), [])
                 if sentence not in sentences:
                     sentences.append(sentence)
@@ -314,7 +316,7 @@ class _Loader:
                 for sentence in _joined(sentences):
                     if (line, sentence) not in said:
                         said.add((line, sentence))
-                        self.problem(Location(file.name, line), _told(where, sentence))
+                        self.problem(Location(file.name, line), _with_place(where, sentence))
             return None
 
     def entries(self, model: type[M], name: str, text: str) -> Iterator[tuple[M, File, int]]:
@@ -491,7 +493,7 @@ def _joined(sentences: Sequence[str]) -> list[str]:
     return [*([MUST_BE + ", or ".join(kinds)] if kinds else []), *others]
 
 
-def _told(where: str, sentence: str) -> str:
+def _with_place(where: str, sentence: str) -> str:
     """Return a sentence about the value at `where`."""
     if not where:
         return sentence
@@ -505,7 +507,7 @@ PARTS = {"steps": "step", "expect": "expectation"}
 """Lists of a case whose entries are named by their operation."""
 
 
-def words(
+def place_and_sentence(
     model: type[Model], loc: tuple[str | int, ...], kind: str, message: str
 ) -> tuple[str, str]:
     """Return (place within the entry, sentence) of a pydantic error, for a reader.

@@ -26,7 +26,7 @@ from kvconform.compat import installed
 from kvconform.contract.capabilities import CAPABILITIES
 from kvconform.contract.case import Matrix
 from kvconform.contract.expression import compile_expr
-from kvconform.contract.loader import Spec, SpecError, load_spec, words
+from kvconform.contract.loader import Spec, SpecError, load_spec, place_and_sentence
 from kvconform.contract.profile import select
 from kvconform.contract.requirement import Requirement
 from kvconform.contract.steps import STEPS
@@ -245,7 +245,7 @@ def check_defects(spec: Spec) -> Iterator[Finding]:
             defect = Defect(**raw)
         except ValidationError as error:
             first = error.errors()[0]
-            part, sentence = words(Defect, first["loc"], first["type"], first["msg"])
+            part, sentence = place_and_sentence(Defect, first["loc"], first["type"], first["msg"])
             sentence = f"{part}: {sentence}" if part else sentence
             yield Finding(where, "L027", f"defect {name}: {sentence}")
             continue

@@ -285,9 +285,9 @@ def one(
         ranks, degree = dice.pick(SLICES)
         extra |= {"groups": ["latent"], "tensor_parallel": ranks, "context_parallel": degree}
         if ranks > 2 and dice.one_in(2):
-            _split_anew(steps, {"context_parallel": dice.pick([1, 2, 4])})
+            _restart_with_other_shards(steps, {"context_parallel": dice.pick([1, 2, 4])})
     elif theme == "ranks" and engine == "vllm" and not drafts and dice.one_in(4):
-        _split_anew(steps, {"tensor_parallel": 1, "pipeline_parallel": 2})
+        _restart_with_other_shards(steps, {"tensor_parallel": 1, "pipeline_parallel": 2})
     elif _is_split(config, extra) and dice.one_in(8):
         extra["kernel_block_size"] = block // dice.pick([2, 4])
     if not simple and theme in ("plain", "groups"):
@@ -378,7 +378,7 @@ def _is_split(config: Data, extra: Data) -> bool:
     return len(extra.get("groups", [])) <= 1 and "layout" not in extra
 
 
-def _split_anew(steps: list[Data], change: Data) -> None:
+def _restart_with_other_shards(steps: list[Data], change: Data) -> None:
     """Insert a restart behind the first request, after which the ranks split other things.
 
     What the requests after it promise is left out: it was stored by ranks with other shards.

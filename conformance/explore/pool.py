@@ -22,6 +22,7 @@ from kvconform.contract.loader import Spec, load_spec
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
 from kvconform.explore.outcome import DIED, Failure, Outcome, outcome
 from kvconform.explore.workload import Workload
+from kvconform.judge.foreign import ForeignKV
 from kvconform.process import watchdog
 from kvconform.process.forking import forked_after_import
 from kvconform.session.worker import START_LIMIT, settle_in
@@ -79,6 +80,8 @@ def _outcome(
     try:
         with watchdog.case(data["id"], limit):
             return outcome(Workload(data, seed), target, spec, tmp, requirements=requirements)
+    except ForeignKV:
+        raise  # it would be found with other workloads, too
     # The workload is not a case, or the harness is at fault.
     except (Exception, SystemExit, watchdog.HookTimeout) as error:
         return Outcome(error=f"{type(error).__name__}: {error}".splitlines()[0])

@@ -15,7 +15,7 @@ from typing import Any
 from kvconform.contract.events import altered_in_entry
 from kvconform.contract.trace import Event
 from kvconform.errors import Place
-from kvconform.judge.foreign import REASON, REMEDY, TRUTH, UNHEARD
+from kvconform.judge.foreign import TRUTH, UNHEARD
 from kvconform.words import many
 
 
@@ -687,7 +687,7 @@ def headline(event: Event, requirement: str, side: str | None) -> str | None:
     if event["kind"] == "hook.returned" and event["error"] is not None:
         return f"{event['hook']} raised {event['error']}"
     if requirement == TRUTH and _unheard(event):
-        return f"a hit before anything was computed: perhaps {REASON} ({REMEDY})"
+        return "a hit before anything of the request was computed"
     return None
 
 

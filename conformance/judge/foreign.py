@@ -1,65 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV of other runs: a connector found it, because its store is not the run's own.
 
-Each run has a directory of its own, for which options have `{tmp}`. A store elsewhere still has
-what earlier runs saved, and a later run of the same case asks for the same tokens. That is no fault
-of the connector, and nothing about such a run can be judged.
+A store on a server, or in a directory without `{tmp}`, still has what earlier runs saved, and a
+later run of the same case asks for the same tokens. That is no fault of the connector, and nothing
+about such a run can be judged (docs/decisions/0029-kv-of-other-runs.md).
 """
 
 from __future__ import annotations
 
 import json
-import re
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvconform.contract.trace import Event
+from kvconform.errors import UsageError
 
 REASON = "the store holds KV of an earlier run, or of another process"
-REMEDY = "put {tmp}, which stands for a directory of each run, into its path or namespace"
-CAUSE = (
-    f"Perhaps {REASON}: {REMEDY} (--extra-config). Otherwise the connector reports hits for KV that"
-    " it does not have."
+OWN_STORE = (
+    "give every run a store of its own: {tmp}, a directory of each run, in its path or prefix,"
+    " or a server in [[servers]], which is cleared before each run"
 )
-"""The usual cause of a hit that nothing in the run explains."""
+CAUSE = (
+    "The connector reports hits for KV that it does not have. If only its scheduler half is judged,"
+    f" perhaps {REASON}: {OWN_STORE}."
+)
+"""The usual cause of a hit that nothing in the run explains; loads of other runs' KV are proven."""
 TRUTH = "lookup.truth"
 """The requirement that such a hit breaks."""
 UNHEARD = "unheard"
 """Part of the cause of such a hit (kvconform.judge.describe)."""
-_PLACE = re.compile(
-    r"path|dir|root|folder|store|storage|disk|file|namespace|prefix|url|uri", re.IGNORECASE
-)
-"""Names of options that say where a connector stores KV."""
 
 
-def foreign(traces: Iterable[Iterable[Event]]) -> Event | None:
-    """Return the first event of runs that proves that KV of another run was loaded, or None."""
-    events = (event for trace in traces for event in trace)
-    return next((event for event in events if event["kind"] == "load.foreign"), None)
+class ForeignKV(UsageError):
+    """A run loaded KV of another run, so that no run with this store can be judged."""
 
 
-def sentence(event: Event, options: Mapping[str, Any] | None = None) -> str:
+def foreign(trace: Iterable[Event]) -> Event | None:
+    """Return the first event that proves that a run loaded KV of another run, or None."""
+    return next((event for event in trace if event["kind"] == "load.foreign"), None)
+
+
+def sentence(event: Event, options: Mapping[str, Any]) -> str:
     """Return what a load.foreign event means, and what to do; `options`: the connector's."""
-    found = (
-        f"{REASON}: request {event['req']} loaded KV that nothing in its run had computed; {REMEDY}"
-    )
-    if options is None or not (better := own(options)):
-        return found
-    example = json.dumps(better)
-    return f"{found}, as in --extra-config '{example}'"
+    found = f"{REASON}: request {event['req']} loaded KV that nothing in its run had computed"
+    better = own(options)
+    if better != options:
+        return (
+            f"{found}; {{tmp}} stands for a directory of each run, as in"
+            f" --extra-config '{json.dumps(better)}'"
+        )
+    if "{tmp}" in json.dumps(options, default=str):
+        return f"{found}, though its options have {{tmp}}: it also stores elsewhere; {OWN_STORE}"
+    return f"{found}; {OWN_STORE}"
 
 
-def own(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with `{tmp}` in those that seem to say where the store is.
+def own(value: Any) -> Any:
+    """Return a copy of an option's value with `{tmp}` in place of each directory for files.
 
-    Without such an option, one called `path` is added, as an example. Nothing is returned if
-    another option has `{tmp}` already.
+    These are absolute paths and file:// URLs of existing directories that can be written to.
     """
-    places = [
-        name
-        for name, value in options.items()
-        if isinstance(value, str) and "{tmp}" not in value and _PLACE.search(name)
-    ]
-    if not places and "{tmp}" in json.dumps(options, default=str):
-        return {}
-    return {**options, **dict.fromkeys(places or ["path"], "{tmp}")}
+    if isinstance(value, Mapping):
+        return {name: own(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [own(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    scheme = "file://" if value.startswith("file://") else ""
+    path = Path(value.removeprefix(scheme))
+    is_place = path.is_absolute() and path.is_dir() and os.access(path, os.W_OK)
+    return f"{scheme}{{tmp}}" if is_place else value

@@ -179,8 +179,8 @@ class CaseReport:
     The run fills in `rows` to `doubts`, and `trace` and `excerpts`, which do not leave its process.
     The worker makes `timelines`, `story` and `printed` from these. `abort` is set if the whole
     session cannot continue: an exit code and a sentence. `refused` is the sentence of a worker that
-    runs no case, because vLLM does not construct the class. `foreign` says what to do if
-    the run loaded KV of another run: the session ends.
+    runs no case, because vLLM does not construct the class. `foreign`: `abort` is about KV of other
+    runs, so no run of the session can be judged.
     """
 
     __pydantic_config__ = STRICT
@@ -207,7 +207,7 @@ class CaseReport:
     printed: SkipJsonSchema[list[str]] = field(default_factory=list)
     abort: SkipJsonSchema[tuple[int, str] | None] = None
     refused: SkipJsonSchema[str | None] = None
-    foreign: SkipJsonSchema[str | None] = None
+    foreign: SkipJsonSchema[bool] = False
     trace: Annotated[SkipJsonSchema[list[Event]], Field(exclude=True)] = field(default_factory=list)
     excerpts: Annotated[SkipJsonSchema[dict[str, list[Event]]], Field(exclude=True)] = field(
         default_factory=dict

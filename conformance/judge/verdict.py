@@ -16,7 +16,6 @@ from kvconform.contract.requirement import Requirement
 from kvconform.contract.trace import Event
 from kvconform.judge.engine_bugs import lost
 from kvconform.judge.evaluate import evaluate
-from kvconform.judge.foreign import foreign, sentence
 from kvconform.judge.monitor import Monitor, Violation
 from kvconform.judge.records import MUST, Row, Verdict
 from kvconform.judge.relation import relate_runs
@@ -126,7 +125,7 @@ def judge(
 
     `relate` requirements use the other runs, too. The first of these rules that applies decides:
 
-    ERROR          the harness failed, or a run loaded KV of another run (kvconform.judge.foreign)
+    ERROR          the harness failed
     DISABLED       the requirement is switched off
     UNSUPPORTED    the connector does not declare the capability
     UNOBSERVABLE   it is for another engine, or events or a run that it needs are missing
@@ -147,7 +146,7 @@ def judge(
     rows: list[Row] = []
     watched: list[tuple[Requirement, Row]] = []
     errors = (run.harness_error for run in runs.values() if run.harness_error is not None)
-    broken = next(errors, None) or _harness_crash(main.trace) or _of_other_run(runs)
+    broken = next(errors, None) or _harness_crash(main.trace)
     channels = {*main.channels, "harness"}
     for req in requirements:
         row = new_row(req, main.variant, strict=strict)
@@ -243,12 +242,6 @@ def _harness_crash(trace: Sequence[Event]) -> str | None:
         (e for e in trace if e["kind"] == "engine.crash" and e["where"] == "harness"), None
     )
     return None if found is None else f"the harness failed: {found['error']}"
-
-
-def _of_other_run(runs: Mapping[str, RunLike]) -> str | None:
-    """Return why nothing can be judged where a run loaded KV of another run, or None."""
-    found = foreign(run.trace for run in runs.values())
-    return None if found is None else sentence(found)
 
 
 def _crash_time(trace: Sequence[Event]) -> int | None:

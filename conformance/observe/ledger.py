@@ -155,7 +155,7 @@ class Ledger:
         self._lengths: dict[str, int] = {}
         self._current: dict[str, Event] = {}  # req.scheduled of the step scheduled last
         self._flying: dict[str, list[Event]] = {}  # req.scheduled of steps that have not landed
-        self._told: dict[tuple[str, int], int] = {}  # table length that the outputs have shown
+        self._shown: dict[tuple[str, int], int] = {}  # table length that the outputs have shown
         self._writes: dict[int, set[int]] = {}  # id(output) -> blocks that the step writes
         self._wrap_pool()
 
@@ -342,11 +342,11 @@ class Ledger:
             final_before=None,
             final_after=None,
             prefill=computed - placeholders < request.num_tokens - 1,
-            told=self._told.get(key, 0) if listed_as == "cached" else 0,
+            told=self._shown.get(key, 0) if listed_as == "cached" else 0,
             unfilled=None,
             **of_output,
         )
-        self._told[key] = len(table)
+        self._shown[key] = len(table)
         written = self._writes[id(output)]
         for size, blocks in zip(self._sizes, tables.get(req, ()), strict=False):
             written.update(blocks[computed // size : -(-(computed + count) // size)])

@@ -84,7 +84,8 @@ def _overview(console: Console, number: int, root: Root, *, place: bool) -> None
     if place:
         more = len({row.run for row in root.group}) - 1
         where = f"{first.run}, and {many(more, 'more run')}" if more else first.run
-        for line in wrapped(where, console.width, "   where: ", " " * 10):
+        indent = " " * len(label)
+        for line in wrapped(where, console.width, f"{indent}where: ", f"{indent}       "):
             console.print(Text(line), soft_wrap=True)
 
 

@@ -63,7 +63,7 @@ def print_lines(console: Console, collector: Collector, found: Aggregate) -> Non
         parts = [f"{counts.pop(Verdict.PASS)} pass"] if counts[Verdict.PASS] else []
         parts += _not_counting(names, found)
         counts[Verdict.FAIL] = 0  # here, no failure counts
-        parts += [f"{count} {words(name)}" for name, count in counts.most_common() if count]
+        parts += [f"{count} {verdict_name(name)}" for name, count in counts.most_common() if count]
         console.print(f"{area:<13} {', '.join(parts)}", soft_wrap=True)
     parts = [f"{many(held, 'guarantee')} held"] if held else []
     if broken:
@@ -78,8 +78,8 @@ def _not_counting(names: Sequence[str], found: Aggregate) -> list[str]:
     """Return how many of these requirements fail as a risk, and as a recommendation, in words."""
     risks = sum(name in found.risks for name in names)
     advice = sum(name in found.advisory and name not in found.risks for name in names)
-    words = ((risks, "risk"), (advice, "recommendation"))
-    return [many(count, word) for count, word in words if count]
+    counts = ((risks, "risk"), (advice, "recommendation"))
+    return [many(count, word) for count, word in counts if count]
 
 
 def _areas(collector: Collector, found: Aggregate) -> dict[str, list[str]]:
@@ -137,7 +137,7 @@ def print_tables(
                 Text(text, style=STYLE[status]),
                 many(exercised[name], "run"),
             )
-        parts = [f"{count} {words(name)}" for name, count in silent.items()]
+        parts = [f"{count} {verdict_name(name)}" for name, count in silent.items()]
         if held:
             parts.insert(0, f"{many(held, 'guarantee')} of the engine held")
         rest = ", ".join(parts)
@@ -158,6 +158,6 @@ def _level(requirement: Requirement | None) -> str:
     return requirement.level
 
 
-def words(verdict: str) -> str:
+def verdict_name(verdict: str) -> str:
     """Return a verdict in words."""
     return verdict.lower().replace("_", " ")

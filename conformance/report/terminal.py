@@ -25,7 +25,7 @@ from kvconform.report.jsonl import read
 from kvconform.report.layout import make_console, paragraph, wrapped
 from kvconform.report.roots import roots
 from kvconform.report.sections import print_failures
-from kvconform.report.tables import print_lines, print_tables, words
+from kvconform.report.tables import print_lines, print_tables, verdict_name
 from kvconform.report.timeline import fit
 from kvconform.words import many
 
@@ -90,6 +90,9 @@ def header(
             f"{many(selection.without, 'run')} on model runner V2,"
             f" which does not support connectors before vLLM {RUNNER_V2}"
         )
+        paragraph(console, "not run", text, indent=12)
+    if selection.beyond_profile:
+        text = f"{many(selection.beyond_profile, 'more run')} with --profile full"
         paragraph(console, "not run", text, indent=12)
     if requirements and not selection.narrowed:
         text = (
@@ -267,7 +270,7 @@ def _answer(
     if verbose:
         excused = " (engine's or recommended only)" if not found.failed else ""
         counts = ", ".join(
-            f"{count} {words(name)}" + (excused if name is Verdict.FAIL else "")
+            f"{count} {verdict_name(name)}" + (excused if name is Verdict.FAIL else "")
             for name, count in found.counts.items()
             if count
         )
@@ -299,8 +302,8 @@ def _broken(names: Sequence[str]) -> list[str]:
             f"guarantees that the engine broke, as a known bug does ({where}): {', '.join(mine)}"
         )
     if others := [name for name in names if name not in known]:
-        words = "guarantees that the engine broke, explained by no finding"
-        found.append(f"{words}: {', '.join(others)}")
+        text = "guarantees that the engine broke, explained by no finding"
+        found.append(f"{text}: {', '.join(others)}")
     return found
 
 
@@ -313,7 +316,7 @@ def _status(name: str, found: Aggregate) -> str:
         return "fail (risk)"
     if status is Verdict.FAIL and name in found.advisory and name not in found.failed:
         return "fail (recommended only)"
-    return words(status)
+    return verdict_name(status)
 
 
 def _part(collector: Collector) -> str:

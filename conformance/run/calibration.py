@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -88,17 +91,25 @@ class Calibration:
         return self._known[plain, block_size].broke is not None
 
     def _found(self, plain: Plain, block_size: int) -> _Measured:
-        """Return what another worker has measured, or measure it for all of them."""
-        digest = hashlib.sha256(repr((_identity(self.target), plain, block_size)).encode())
-        path = None if self._shared is None else self._shared / f"{digest.hexdigest()}.json"
-        if path is not None and path.exists():
-            claim, broke, failed = json.loads(path.read_text(encoding="utf-8"))
-            return _Measured((claim[0], claim[1]), broke, failed)
+        """Return what another worker has measured, or measure it for all of them.
+
+        A worker waits for another one that is measuring the same. A run that broke off is not
+        shared: perhaps the machine was busy.
+        """
+        key = repr((_identity(self.target), plain, block_size))
+        digest = hashlib.sha256(key.encode()).hexdigest()
         # A seed of its own: a store that outlives its run must not know the tokens of another.
-        found = self._measure(plain, block_size, int(digest.hexdigest()[:7], 16))
-        if path is not None:
-            path.parent.mkdir(exist_ok=True)
-            write(path, json.dumps([found.claim, found.broke, found.failed]))
+        seed = int(digest[:7], 16)
+        if self._shared is None:
+            return self._measure(plain, block_size, seed)
+        path = self._shared / f"{digest}.json"
+        with _locked(path.with_suffix(".lock")):
+            if path.exists():
+                claim, failed = json.loads(path.read_text(encoding="utf-8"))
+                return _Measured((claim[0], claim[1]), None, failed)
+            found = self._measure(plain, block_size, seed)
+            if found.broke is None:
+                write(path, json.dumps([found.claim, found.failed]))
         return found
 
     def _measure(self, plain: Plain, block_size: int, seed: int) -> _Measured:
@@ -120,6 +131,19 @@ class Calibration:
         crash = next(crashes, None)
         broke = None if crash is None else str(crash.get("error") or "nothing went on")
         return _Measured(claim, broke, failed)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file; it and its folder are made if they do not exist."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            # A process that the connector has forked meanwhile has the file open, too.
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def profile_of(target: Target, tmp: Path) -> Profile:

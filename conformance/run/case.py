@@ -18,7 +18,6 @@ from kvconform.contract.loader import Spec
 from kvconform.contract.requirement import Requirement
 from kvconform.engine.stand_ins import judged_alone
 from kvconform.judge.evaluate import at_stake
-from kvconform.judge.foreign import foreign, sentence
 from kvconform.judge.narrate import excerpts, narrate
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.judge.relation import relate_runs
@@ -52,7 +51,7 @@ def run_and_judge(
 
     Judges the named requirements, or all. Writes below `tmp`, and removes it. `brief` leaves out
     the rows of requirements that the run did not exercise. `plain` caches the baseline runs, for
-    other connectors on the same variant and seed.
+    other connectors on the same variant and seed. ForeignKV if the store holds KV of other runs.
     """
     wanted = list(spec.requirements.values())
     if requirements is not None:
@@ -89,9 +88,6 @@ def run_and_judge(
         report.rows = [
             row for row in rows if not brief or row.exercised or row.verdict not in SAYS_NOTHING
         ]
-        event = foreign(run.trace for run in made.runs.values())
-        if event is not None:
-            report.foreign = sentence(event, target.extra_config)
         report.unmet = made.unmet
         report.trace = list(main.trace)
         report.excerpts = excerpts(rows, main.trace)

@@ -75,14 +75,16 @@ def run_variant(
     book: CodeBook = BOOK,
     watcher: Watcher | None = None,
     may_fork: bool = False,
+    afresh: bool = False,
     first_part: FirstPart | None = None,
 ) -> Run:
     """Make one run of a variant. Writes only below `tmp`.
 
     `relation` says how the run differs from the one with relation `connector`: for example
     `no-connector`, `pickled-metadata` or `repeat`. With `may_fork` a run that forks does so in this
-    process; without, it gets a fresh interpreter if connectors have left threads here. With
-    `first_part`, the run ends at the restart of the case, and leaves there what the rest needs.
+    process; without, it gets a fresh interpreter if connectors have left threads here, and with
+    `afresh` in any case. With `first_part`, the run ends at the restart of the case, and leaves
+    there what the rest needs.
     """
     _freeze()
     # A calibration runs inside another run, whose store must keep its content.
@@ -91,7 +93,7 @@ def run_variant(
     if relation == "hash-seed":
         return run_elsewhere(variant, target, seed=seed, tmp=tmp, caps=caps)
     stays_here = may_fork or watcher is not None or relation == "no-connector"
-    if not stays_here and cannot_fork(variant.case.steps, relation):
+    if afresh or (not stays_here and cannot_fork(variant.case.steps, relation)):
         return run_elsewhere(
             variant, target, seed=seed, tmp=tmp, caps=caps, relation=relation, promises=promises
         )

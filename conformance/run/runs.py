@@ -11,6 +11,7 @@ from pathlib import Path
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import CAPABILITIES
 from kvconform.contract.case import Variant
+from kvconform.judge.foreign import ForeignKV, foreign, sentence
 from kvconform.judge.records import Row, Verdict
 from kvconform.judge.verdict import RunLike
 from kvconform.run.calibration import Profile, target_profile
@@ -46,7 +47,9 @@ def make_runs(
 ) -> Runs:
     """Make the run of a variant and the runs that it is compared with, below `tmp`.
 
-    `plain` caches baseline runs of the same variant and seed; new ones are added to it.
+    `plain` caches baseline runs of the same variant and seed; new ones are added to it. ForeignKV
+    if the store holds KV of other runs, and not only the memory of this process does: a run that
+    loaded such KV is repeated in a fresh interpreter.
     """
     profile = target_profile(target, tmp.parent)
     missing = variant.case.unmet(profile.caps)
@@ -55,8 +58,8 @@ def make_runs(
         doc = "" if alone is None else f": {alone.doc}"
         return Runs(profile, refused=(Verdict.UNSUPPORTED, f"the case needs {missing}{doc}"))
 
-    def run(relation: str, folder: str) -> Run:
-        return run_variant(
+    def run(relation: str, folder: str, *, afresh: bool = False) -> Run:
+        made = run_variant(
             variant,
             target,
             seed=seed,
@@ -64,7 +67,14 @@ def make_runs(
             relation=relation,
             caps=profile.caps,
             promises=profile.promises,
+            afresh=afresh,
         )
+        event = foreign(made.trace)
+        if event is None:
+            return made
+        if afresh:
+            raise ForeignKV(sentence(event, target.extra_config))
+        return run(relation, f"{folder}-afresh", afresh=True)
 
     runs: dict[str, Run] = {}
     for relation in ("connector", *variant.case.relations):

@@ -101,8 +101,8 @@ class Controller:
         self._early_deaths = 0
         self._troubles = 0
         self._ran_something = False
-        self.foreign = False
-        """Whether a run loaded KV of another run: then the results of all runs are in doubt."""
+        self.in_doubt = False
+        """Whether a run loaded KV of another run: other runs may have, without a proof."""
 
     # -- pytest's hooks
 
@@ -142,11 +142,8 @@ class Controller:
             return
         found = CaseReport.from_dict(json.loads(text))
         if found.abort is not None:
-            self._trouble(*found.abort)
+            self._trouble(*found.abort, final=found.foreign)
         self._take(found, getattr(report, "kvconform_lines", {}), report.duration)
-        if found.foreign is not None:
-            self.foreign = True
-            self.stop(UsageError(found.foreign))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
@@ -265,15 +262,16 @@ class Controller:
         else:
             self._trouble(2, f"{name} cannot be used: {sentence}")
 
-    def _trouble(self, code: int, sentence: str) -> None:
+    def _trouble(self, code: int, sentence: str, *, final: bool = False) -> None:
         """Handle a worker that cannot continue.
 
         Abort the run if no case has run yet, or at the STARTS-th time. Otherwise only the present
         case is affected, and gets ERROR: a replacement worker may find resources that are still
-        held by its predecessor.
+        held by its predecessor. With `final`, abort in any case: it found KV of another run.
         """
         self._troubles += 1
-        if not self._ran_something or self._troubles >= STARTS:
+        self.in_doubt = final
+        if final or not self._ran_something or self._troubles >= STARTS:
             error = KvconformError(sentence)
             error.code = code
             self.stop(error)
@@ -324,7 +322,7 @@ class Controller:
 
         What went wrong with them, and with the servers of the workers, becomes a warning.
         """
-        for sentence in [*server_problems(self.scratch), *self.commands.down()]:
+        for sentence in [*self.commands.down(), *server_problems(self.scratch)]:
             if sentence not in self.warnings:
                 self.warnings.append(sentence)
                 self.console.print(f"[yellow]warning[/]     {escape(sentence)}")
@@ -365,7 +363,7 @@ class Controller:
             self.problem = self.problem or EnvironmentProblem(
                 f"the report cannot be written to {self.folder}: {error.strerror or error}"
             )
-        if self.collector.reports and not self.foreign:
+        if self.collector.reports and not self.in_doubt:
             terminal.report(
                 self.console, self.collector, rows, found, where=str(self.folder), seconds=seconds
             )

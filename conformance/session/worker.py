@@ -27,6 +27,7 @@ from kvconform.config.settings import Settings
 from kvconform.contract.case import Variant
 from kvconform.errors import KvconformError, UsageError
 from kvconform.files import replace
+from kvconform.judge.foreign import ForeignKV
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.judge.verdict import rows_for
 from kvconform.live.baseline import FOLDER as PLAINS
@@ -220,6 +221,7 @@ class Worker:
             details = error.details
             report = self._error(variant, error)
             report.abort = error.code, error.message
+            report.foreign = isinstance(error, ForeignKV)
         except (Exception, SystemExit, watchdog.HookTimeout) as error:
             # Any exception that gets here is the harness's fault.
             report = self._error(variant, error)
@@ -324,8 +326,14 @@ class Worker:
 
 def server_problems(scratch: Path) -> list[str]:
     """Return sentences about what went wrong with the servers of workers that have ended."""
-    files = sorted(scratch.glob(f"*{PROBLEMS}"))
-    return [sentence for file in files for sentence in json.loads(file.read_bytes())]
+    found: list[str] = []
+    for file in sorted(scratch.glob(f"*{PROBLEMS}")):
+        try:
+            found += json.loads(file.read_bytes())
+        except (OSError, ValueError):
+            worker = file.name.removesuffix(PROBLEMS)
+            found.append(f"what went wrong with the servers of worker {worker} cannot be read")
+    return found
 
 
 RELATIONS = (

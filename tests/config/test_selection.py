@@ -40,3 +40,14 @@ def test_core_crosses_engines_and_schedulings_where_scheduling_is_the_subject() 
 )
 def test_who_names_an_axis_or_a_case_gets_all_its_runs(narrowed: dict[str, Any]) -> None:
     assert runs(**narrowed) == runs(profile="full", **narrowed)
+
+
+@pytest.mark.parametrize(
+    "narrowed",
+    [{}, {"select": ["save.owned"]}, {"slow": "compute", "emulate_cuda": True}],
+)
+def test_runs_that_only_profile_full_has_are_counted(narrowed: dict[str, Any]) -> None:
+    core = select(SPEC, Settings(**narrowed), "0.32.0")
+    full = select(SPEC, Settings(profile="full", **narrowed), "0.32.0")
+    assert core.beyond_profile == len(full.variants) - len(core.variants) > 0
+    assert full.beyond_profile == 0

@@ -31,12 +31,12 @@ from kvconform.dev.defect import (
     summary,
 )
 from kvconform.dev.defects import (
-    beside_the_gate,
     difference,
     examine,
     examine_apart,
     main,
     named,
+    settled,
 )
 from kvconform.errors import UsageError
 from kvconform.refimpl import defects as package
@@ -310,9 +310,18 @@ def test_an_outcome_that_is_not_as_listed_is_a_problem() -> None:
 def test_a_defect_that_the_gate_leaves_out_is_a_problem(runs: list[str], wanted: str) -> None:
     defect = DEFECTS["looks-up-another-key"]
     names = [f"lifecycle.local-recomputed[reference-{run}-b4]" for run in runs]
-    outcome = Outcome(defect=defect.id, failed={"save.completeness": names})
-    said = beside_the_gate(defect, outcome, load_spec())
-    assert said == wanted + (names[0] if wanted else "")
+    outcome = settled(Outcome(defect=defect.id, failed={"save.completeness": names}), defect)
+    assert outcome.problem == wanted + (names[0] if wanted else "")
+
+
+def test_one_requirement_that_fails_in_the_gate_is_enough() -> None:
+    defect = DEFECTS["silently-partial-load"]
+    run = "lifecycle.fail-finish[reference-{}-b4]"
+    failed = {name: [run.format("async-v1-d2")] for name in defect.fails}
+    outcome = settled(Outcome(defect=defect.id, failed=failed), defect)
+    assert outcome.problem.startswith("only runs that profile core leaves out find it: ")
+    failed[defect.fails[0]].append(run.format("sync-v1-d1"))
+    assert settled(Outcome(defect=defect.id, failed=failed), defect).problem == ""
 
 
 def test_what_was_never_at_stake_is_told_from_what_passed(tmp_path: Path) -> None:

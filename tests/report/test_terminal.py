@@ -165,6 +165,24 @@ def test_advice_alone_is_one_line_below_the_areas() -> None:
     assert not any(" fail" in line for line in lines if line.startswith(f"{area} "))
 
 
+def test_what_only_profile_full_runs_is_one_line_of_the_header() -> None:
+    found = collector()
+    judged(found)
+    count = found.selection.beyond_profile
+    assert f"not run     {count} more runs with --profile full" in printed(found)
+
+
+def test_places_are_below_their_root_cause_with_any_number_of_these() -> None:
+    found = collector()
+    names = [name for name in found.selection.judged if SPEC.requirements[name].level == "SHOULD"]
+    judged(found, *(failure(name) for name in names))
+    lines = printed(found)
+    for number, indent in ((9, 3), (10, 4)):
+        at = next(n for n, line in enumerate(lines) if line.startswith(f"{number}. "))
+        place = next(line for line in lines[at:] if line.lstrip().startswith("where: "))
+        assert place.index("where") == indent, "in line with the name of the requirement"
+
+
 def test_a_broken_guarantee_has_a_section_of_its_own() -> None:
     found = collector()
     judged(found, failure("engine.relays-reports", "a report was lost"))

@@ -2,7 +2,7 @@
 """A stand-in for kvconform.run.case.run_and_judge that needs no vLLM.
 
 The connector's extra configuration defines what happens. `fail`: {requirement: [case, ...]};
-`exit`, `hang`, `raise`: [case, ...]. Everything else passes.
+`exit`, `hang`, `raise`, `foreign`: [case, ...]. Everything else passes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kvconform.config.settings import Settings
 from kvconform.contract.events import lifecycle
 from kvconform.contract.loader import Spec
 from kvconform.errors import UsageError
+from kvconform.judge.foreign import ForeignKV
 from kvconform.judge.records import CaseReport, Verdict
 from kvconform.judge.verdict import rows_for
 from kvconform.process import watchdog
@@ -37,6 +38,8 @@ def judge(
     case = variant.case.id
     if "usage" in orders:
         raise UsageError(orders["usage"])
+    if case in orders.get("foreign", []):
+        raise ForeignKV("the store is shared")
     if case in orders.get("raise", []):
         raise RuntimeError("a bug of the harness")
     with watchdog.hook("get_finished", step=3):

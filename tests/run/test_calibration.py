@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvconform.config.target import Target
 from kvconform.run import calibration
-from kvconform.run.calibration import Calibration
+from kvconform.run.calibration import Calibration, _Measured
 from kvconform.run.promises import MEASURED, Plain
 
 PLAIN = Plain(9, 1, 9, 9)
@@ -50,7 +52,7 @@ def test_other_targets_and_workloads_are_measured(tmp_path: Path, runs: list[int
     assert len(set(runs)) == 3
 
 
-def test_a_run_that_broke_off_is_shared_with_its_error(
+def test_a_run_that_broke_off_is_not_shared(
     tmp_path: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = calibration.run_variant
@@ -65,4 +67,23 @@ def test_a_run_that_broke_off_is_shared_with_its_error(
         found = Calibration(target(), tmp_path / name)
         assert found.broke_off(PLAIN, 4) and found.came_back(PLAIN, 4) == (0, False)
         assert (found.broke, found.announced) == ("no space", (8, False))
-    assert len(runs) == 1
+    assert len(runs) == 2, "perhaps the machine was busy"
+    monkeypatch.setattr(calibration, "run_variant", counted)
+    assert Calibration(target(), tmp_path / "3").came_back(PLAIN, 4) == (8, False)
+
+
+def test_workers_that_begin_together_measure_once(
+    tmp_path: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+
+    def measured(self: Calibration, *args: object) -> _Measured:
+        begun.append(self.tmp.name)
+        time.sleep(0.5)
+        return _Measured((8, False), None, False)
+
+    monkeypatch.setattr(Calibration, "_measure", measured)
+    workers = [Calibration(target(), tmp_path / name) for name in "ab"]
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda each: each.came_back(PLAIN, 4), workers))
+    assert answers == [(8, False), (8, False)] and len(begun) == 1

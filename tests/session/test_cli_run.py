@@ -320,6 +320,26 @@ def test_an_expected_failure(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "up\ndown\n"
 
 
+def test_tear_down_commands_run_whatever_workers_have_left(tmp_path: Path) -> None:
+    settings(tmp_path)
+    broken = 'setup = ["echo up >> log", "echo { > $KVCONFORM_TMP/gw0.servers.json"]'
+    file = tmp_path / "kvconform.toml"
+    before = 'setup = ["echo up >> log", "test -d $KVCONFORM_TMP"]'
+    file.write_text(file.read_text().replace(before, broken), encoding="utf-8")
+    result = kvconform(tmp_path)
+    assert result.code == 0
+    assert "servers of worker gw0 cannot be read" in result.out
+    assert (tmp_path / "log").read_text() == "up\ndown\n"
+
+
+def test_kv_of_other_runs_ends_the_run_without_rows(tmp_path: Path) -> None:
+    result = kvconform(tmp_path, orders={"foreign": [CASES[1]]}, cases=CASES[:2])
+    assert result.code == 2
+    assert "the store is shared" in result.err and "the store is shared" not in result.out
+    assert result.rows(Verdict.ERROR) == []
+    assert "CONFORMANT" not in result.out
+
+
 def test_an_expected_failure_that_has_expired(tmp_path: Path) -> None:
     settings(tmp_path, expires="2020-01-01")
     result = kvconform(tmp_path)

@@ -23,6 +23,7 @@ from kvconform.dev.mutants.loading import forget, install_everywhere
 from kvconform.dev.mutants.mutation import Mutation
 from kvconform.dev.mutants.subject import Run
 from kvconform.errors import UsageError
+from kvconform.judge.foreign import ForeignKV
 from kvconform.judge.records import CaseReport
 from kvconform.process import watchdog
 from kvconform.process.supervisor import dies_with_parent
@@ -70,7 +71,8 @@ ELSEWHERE = ("hash-seed", "second-process")
 Message = dict[str, Any]
 """`run`, `seconds`, `failed` (requirements) and `error` (of the harness), about one run.
 
-For the original also `lines` and `skipped`. Or `start`: why the connector did not start; or `done`.
+For the original also `lines` and `skipped`. Or `start`: why the connector did not start; or
+`undecided`: why there is no verdict; or `done`.
 """
 
 
@@ -100,6 +102,8 @@ def serve(connection: Connection, job: Job, spec: Spec) -> None:
             else:
                 _mutant(connection, job, spec, targets)
         connection.send({"done": True})
+    except ForeignKV as error:
+        connection.send({"undecided": error.message})
     finally:
         watchdog.stop()
 

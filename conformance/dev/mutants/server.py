@@ -174,8 +174,8 @@ class Server:
         """Add a message of the child to the result."""
         if "start" in message:
             made.outcome, made.means, made.note = "killed", "start", message["start"]
-        elif "late" in message:
-            made.outcome, made.note = "undecided", message["late"]
+        elif "undecided" in message:
+            made.outcome, made.note = "undecided", message["undecided"]
         elif "died" in message:
             made.run = str(message["run"])
             made.note = message["died"]
@@ -229,7 +229,7 @@ class Server:
         try:
             while not ended:
                 if not ours.poll(max(0.0, end - time.monotonic())):
-                    yield {"late": f"did not end within {limit:.0f} s"}
+                    yield {"undecided": f"did not end within {limit:.0f} s"}
                     return
                 try:
                     message = ours.recv()
@@ -237,7 +237,7 @@ class Server:
                     process.join(10)
                     yield _death(job.scratch / "note", process.exitcode)
                     return
-                ended = "done" in message or "start" in message
+                ended = not {"done", "start", "undecided"}.isdisjoint(message)
                 yield message
         finally:
             _end(process)

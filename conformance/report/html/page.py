@@ -25,7 +25,7 @@ from kvconform.report.html.matrix import Area, Counts, areas, counted
 from kvconform.report.jsonl import HeaderLine
 from kvconform.report.roots import Weight
 from kvconform.report.summary import Summary
-from kvconform.report.tables import words
+from kvconform.report.tables import verdict_name
 
 ASSETS = resources.files("kvconform.report.html") / "assets"
 SECTIONS = {
@@ -147,7 +147,7 @@ def _errors(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
 def render(page: Page) -> str:
     """Return the page as HTML. It is self-contained: it makes no network requests."""
     styles = {"css": Markup(_text("report.css")), "js": Markup(_scripts())}
-    filters = {"low": words, "plain": _plain}
+    filters = {"low": verdict_name, "plain": _plain}
     return pages.render(ASSETS, "report.html.j2", filters, page=page, **styles)
 
 
