@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconform.contract.loader import load_spec
+from kvconform.process.forking import forked_after_import
 from kvconform.report import jsonl
 from places import RIGS
 
@@ -49,6 +50,30 @@ def kvconform(
 ) -> subprocess.CompletedProcess[str]:
     """Run the program."""
     return python("-m", "kvconform", *arguments, cwd=cwd, env=env, timeout=timeout)
+
+
+def forked(*arguments: str, cwd: Path, timeout: float = 300) -> tuple[int | None, str]:
+    """Run the program in a process that has vLLM imported; return its status and what it said."""
+    said = cwd / "said"
+    process = forked_after_import().Process(target=_main, args=(arguments, cwd, said))
+    process.start()
+    process.join(timeout)
+    process.kill()
+    text = said.read_text(encoding="utf-8")
+    said.unlink()
+    return process.exitcode, text
+
+
+def _main(arguments: tuple[str, ...], cwd: Path, said: Path) -> None:
+    """Run the program, with its output in a file."""
+    from kvconform.cli import main
+
+    with said.open("w", encoding="utf-8") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    os.chdir(cwd)
+    os.environ["NO_COLOR"] = "1"
+    main(list(arguments))
 
 
 @dataclass

@@ -33,20 +33,6 @@ class Connector(ReferenceConnector):
 '''
 
 
-def test_finds_a_package_that_only_pythonpath_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "only_here_g8.py").write_text(CONNECTOR)
-    # as a worker does with --pythonpath and the setting
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
-    target = Target("only_here_g8:Connector", extra_config={"store": "{tmp}"})
-    run = run_elsewhere(variant, target, seed=0, tmp=tmp_path / "run", caps=None)
-    assert run.harness_error is None
-    assert not [e for e in run.trace if e["kind"] == "engine.crash"]
-    assert any(e["kind"] == "run.end" and e["quiesced"] for e in run.trace)
-
-
 def test_an_interpreter_that_dies_at_its_end_has_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +75,8 @@ def left_thread(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "relation"), [(RESTART, "connector"), (ROUND_TRIP, "second-process")]
+    ("steps", "relation"),
+    [(RESTART, "connector"), pytest.param(ROUND_TRIP, "second-process", marks=pytest.mark.long)],
 )
 @pytest.mark.usefixtures("left_thread")
 def test_a_process_with_a_connectors_threads_is_not_forked(
@@ -129,7 +116,10 @@ def test_a_hook_that_hangs_in_the_first_process_is_seen(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("steps", "relation"), [(RESTART, "connector"), (ROUND_TRIP, "hash-seed")])
+@pytest.mark.parametrize(
+    ("steps", "relation"),
+    [pytest.param(RESTART, "connector", marks=pytest.mark.long), (ROUND_TRIP, "hash-seed")],
+)
 def test_who_waits_for_a_process_that_hangs_for_good_ends_like_it(
     steps: list[Any], relation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,15 +170,16 @@ def left_over(argument: str) -> list[psutil.Process]:
 def test_what_a_connector_prints_and_leaves_does_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its package is found where only --pythonpath names it."""
     script = f"if __import__('os').environ.get('PYTHONHASHSEED') == '{HASH_SEED}':\n"
     (tmp_path / "talks.py").write_text(CONNECTOR + "\n\n" + script + indent(TALKS, "    "))
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
     target = Target("talks:Connector", extra_config={"store": "{tmp}"})
-    assert (
-        run_elsewhere(variant, target, seed=0, tmp=tmp_path / "run", caps=None).harness_error
-        is None
-    )
+    run = run_elsewhere(variant, target, seed=0, tmp=tmp_path / "run", caps=None)
+    assert run.harness_error is None
+    assert not [e for e in run.trace if e["kind"] == "engine.crash"]
+    assert any(e["kind"] == "run.end" and e["quiesced"] for e in run.trace)
     deadline = time.monotonic() + 20
     while left_over("1000.125") and time.monotonic() < deadline:
         time.sleep(0.1)  # a process that was killed needs a moment to end

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvconform.cli import main
 from kvconform.config.selection import cost, part, select, suite_digest
 from kvconform.config.settings import Settings, Shard, parse
 from program_rig import FAKE, GUARANTEE, MUST, SPEC, Result, kvconform
@@ -123,7 +124,10 @@ def test_the_joint_report_is_that_of_the_unsplit_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
+def test_what_does_not_belong_together_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     settings(tmp_path, fail={})
     judge(tmp_path, "s1", "--full", "--shard", "1/2", cases=CASES[:2])
     judge(tmp_path, "s2", "--full", "--shard", "2/2", cases=CASES[:2])
@@ -134,9 +138,13 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     assert nowhere.code == 2 and "file is not a directory; name another" in nowhere.err
 
     def refused(*folders: str, out: str = "no") -> str:
-        done = program(tmp_path, out, "merge", *folders)
-        assert done.code == 2 and not (tmp_path / "no").exists() and len(done.err.splitlines()) == 1
-        return done.err
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as done:
+            main(["merge", *folders, "--report-dir", out])
+        said = capsys.readouterr().err
+        assert done.value.code == 2 and not (tmp_path / "no").exists()
+        assert len(said.splitlines()) == 1
+        return said
 
     assert refused("s1") == "kvconform: shard 2/2 is missing\n"
     assert refused("s1", "s1", "s2") == "kvconform: shard 1/2 is there twice: s1 and s1\n"
