@@ -39,6 +39,7 @@ def become(message: Message, fds: Sequence[int]) -> None:
     """Take on the client's working directory, environment, import path and streams."""
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
+        os.close(fd)
     sys.stdin = os.fdopen(0, "r", closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False, buffering=1)
     sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1, errors="backslashreplace")
