@@ -23,7 +23,9 @@ def work(message: Message, fds: Sequence[int], environment: Mapping[str, str | N
     """
     become(message, fds)
     add(environment)
-    exec(eval(sys.stdin.readline()))
+    first = sys.stdin.readline()
+    if first:  # otherwise the controller has ended
+        exec(eval(first))
 
 
 def add(environment: Mapping[str, str | None]) -> None:

@@ -147,7 +147,7 @@ class Warm:
 
     def _forget(self, connection: socket.socket | None) -> None:
         """Close the descriptors that are the server's, in a forked process."""
-        sockets = {key.fileobj for key in self._selector.get_map().values()}
+        sockets: set[object] = {key.fileobj for key in self._selector.get_map().values()}
         sockets |= {*self._children.values(), connection}
         for each in sockets:
             if isinstance(each, socket.socket):
