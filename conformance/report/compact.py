@@ -20,8 +20,8 @@ SILENT = (Verdict.NOT_EXERCISED, Verdict.UNSUPPORTED, Verdict.UNOBSERVABLE)
 
 OF_RUN = ("case", "engine", "scheduling", "runner", "depth", "block_size", "slow", "beyond")
 """Fields that all rows of a run share."""
-_OWN = {Verdict.PASS: "exercised", **dict.fromkeys(SILENT, "message")}
-"""The field that a line keeps for each requirement, by verdict; other verdicts are findings."""
+PLAIN = (Verdict.PASS, *SILENT)
+"""Verdicts of rows without findings: a line keeps `exercised` of the first, else `message`."""
 
 Judged = tuple[str, str, str]
 """Id, kind and level of a requirement."""
@@ -52,48 +52,81 @@ class RunLine(BaseModel):
 
 def line_for(rows: Sequence[Row], judged: Sequence[Judged]) -> tuple[RunLine | None, list[Row]]:
     """Return the line for the rows of one run, and the rows that need lines of their own."""
-    position = {name: (number, kind, level) for number, (name, kind, level) in enumerate(judged)}
-    line: RunLine | None = None
+    if not rows:
+        return None, []
+    position = {
+        name: (number, (name, kind, level)) for number, (name, kind, level) in enumerate(judged)
+    }
+    strict = any(row.gating and (row.level not in MUST or row.beyond) for row in rows)
+    line = RunLine(strict=strict, **{name: getattr(rows[0], name) for name in OF_RUN})
+    # One row for all comparisons: there are hundreds for each run, and a new one takes longer.
+    plain = _Plain(line)
     passed: list[tuple[int, int]] = []
     silent: dict[tuple[Verdict, str | None], list[int]] = {}
     rest: list[Row] = []
-    strict = any(row.gating and (row.level not in MUST or row.beyond) for row in rows)
     for row in rows:
-        number, kind, level = position.get(row.requirement, (-1, "", ""))
-        if line is None:
-            line = RunLine(strict=strict, **{name: getattr(row, name) for name in OF_RUN})
-        own = {_OWN[row.verdict]: getattr(row, _OWN[row.verdict])} if row.verdict in _OWN else {}
-        if not own or row != _row(line, (row.requirement, kind, level), row.verdict, **own):
+        number, requirement = position.get(row.requirement, (-1, (row.requirement, "", "")))
+        if row.verdict not in PLAIN or row != plain.again(requirement, row):
             rest.append(row)
         elif row.verdict is Verdict.PASS:
             passed.append((number, row.exercised))
         else:
             silent.setdefault((row.verdict, row.message), []).append(number)
-    if line is None or not (passed or silent):
+    if not (passed or silent):
         return None, rest
     listed = [(verdict, message, numbers) for (verdict, message), numbers in silent.items()]
     return line.model_copy(update={"passed": passed, "silent": listed}), rest
 
 
-def _row(line: RunLine, requirement: Judged, verdict: Verdict, **own: Any) -> Row:
-    """Return a row of a line; `own` is what the line says about this requirement alone."""
-    name, kind, level = requirement
-    counts = line.strict or (level in MUST and not line.beyond)
-    return Row(
-        requirement=name,
-        verdict=verdict,
-        kind="guarantee" if kind == "guarantee" else "requirement",
-        level=level,
-        gating=kind == "requirement" and counts,
-        **{name: getattr(line, name) for name in OF_RUN},
-        **own,
-    )
+class _Plain:
+    """Rows without findings of the run of a line."""
+
+    def __init__(self, line: RunLine) -> None:
+        self._of_run = {name: getattr(line, name) for name in OF_RUN}
+        self._strict = line.strict
+        self._lenient = bool(line.beyond)
+        self._row = Row(requirement="", verdict=Verdict.PASS, **self._of_run)
+
+    def _gating(self, kind: str, level: str) -> bool:
+        counts = self._strict or (level in MUST and not self._lenient)
+        return kind == "requirement" and counts
+
+    def row(self, requirement: Judged, verdict: Verdict, **own: Any) -> Row:
+        """Return a new row; `own` is what the line says about this requirement alone."""
+        name, kind, level = requirement
+        return Row(
+            requirement=name,
+            verdict=verdict,
+            kind="guarantee" if kind == "guarantee" else "requirement",
+            level=level,
+            gating=self._gating(kind, level),
+            **self._of_run,
+            **own,
+        )
+
+    def again(self, requirement: Judged, given: Row) -> Row:
+        """Return the row that `row` makes of what a line says about `given`.
+
+        It is the same object each time, and holds until the next call.
+        """
+        name, kind, level = requirement
+        row = self._row
+        row.requirement = name
+        row.verdict = given.verdict
+        row.kind = "guarantee" if kind == "guarantee" else "requirement"
+        row.level = level
+        row.gating = self._gating(kind, level)
+        passed = given.verdict is Verdict.PASS
+        row.exercised = given.exercised if passed else 0
+        row.message = None if passed else given.message
+        return row
 
 
 def rows_of(line: RunLine, judged: Sequence[Judged]) -> Iterable[Row]:
     """Yield the rows of a line. IndexError if it does not belong to this list of requirements."""
+    plain = _Plain(line)
     for number, exercised in line.passed:
-        yield _row(line, judged[number], Verdict.PASS, exercised=exercised)
+        yield plain.row(judged[number], Verdict.PASS, exercised=exercised)
     for verdict, message, numbers in line.silent:
         for number in numbers:
-            yield _row(line, judged[number], verdict, message=message)
+            yield plain.row(judged[number], verdict, message=message)

@@ -345,6 +345,7 @@ class Reloads:
         state = self.state
         config = state.variant.case.config
         assert state.promises is not None
+        found = event["local"] + event["tokens"]
         promise = functools.partial(
             state.promises.promised,
             state.requests[source],
@@ -356,9 +357,9 @@ class Reloads:
             window=config.window,
             caching=config.prefix_caching,
             layout=config.layout,
+            found=found,
         )
         promised = promise()
-        found = event["local"] + event["tokens"]
         # A best-effort connector may save less of a request when it has much to do.
         if found < promised and not state.promises.declared:
             resumed = request.num_preemptions > 0

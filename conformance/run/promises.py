@@ -232,13 +232,15 @@ class Promises:
         caching: bool = True,
         room: int = 3,
         layout: Layout | None = None,
+        found: int = 0,
     ) -> int:
         """Return how many tokens of `request` must be loadable or local.
 
         `source` has computed `final` positions of this content, from the prompt `prompt`. `groups`,
         `window`, `caching`, `room` and `layout` are as in `Plain`: a connector may behave
         differently with several groups or in a layout, need a prefix cache, or save only what is
-        about to be evicted.
+        about to be evicted. `found` tokens are: no plain run is needed to say whether these are
+        enough if they are all that could be promised.
         """
         saves = self.caps["saves"]
         if final is None or saves == "none" or not self.caps["store"]:
@@ -257,6 +259,8 @@ class Promises:
         declared = limit // chunk * chunk
         if self.declared and not groups and layout is None:
             return declared
+        if not self.declared and found >= limit:
+            return max(0, limit)
         # In the plain run, too, share only what was final: a connector that stores whole chunks
         # stores nothing of an incomplete one.
         shared = common if limit >= min(common, len(wanted) - 1) else limit

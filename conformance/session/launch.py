@@ -7,9 +7,11 @@ Other installed plugins, and pytest settings of the working directory, have no e
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +24,9 @@ from kvconform.errors import EnvironmentProblem
 from kvconform.report.merge import JUNIT
 from kvconform.report.terminal import make_console
 from kvconform.session.controller import INTERRUPTS, Controller, Listener
+from kvconform.session.gateways import forked_workers, private_server, unfit
 from kvconform.session.plugin import PRESET
+from kvconform.session.worker import RUNNER
 
 
 class _Preset:
@@ -42,12 +46,14 @@ def run(
     untraced: Sequence[str] = (),
     listener: Listener | None = None,
     quiet: bool = False,
+    channel: socket.socket | None = None,
 ) -> int:
     """Judge the connector of `settings`, and return the exit code.
 
     `first`: ids of runs that are made before the others. `traced`: folders; the lines that a run
     executes in files below them are recorded, except in the runs `untraced`. `listener` gets each
-    result as it comes. `quiet`: print nothing. None of these changes the reports.
+    result as it comes. `quiet`: print nothing. `channel` leads to a process that forks the workers;
+    by default, this run starts one of its own. None of these changes the reports.
 
     Raises KvconformError if the run could not start or could not be completed.
     """
@@ -70,7 +76,7 @@ def run(
             untraced=untraced,
             listener=listener,
         )
-        _judge(controller)
+        _judge(controller, channel)
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
@@ -82,7 +88,7 @@ def run(
     return controller.exit_code
 
 
-def _judge(controller: Controller) -> None:
+def _judge(controller: Controller, channel: socket.socket | None) -> None:
     """Run pytest; write the report here if pytest has ended before it had a session to finish.
 
     A run that is interrupted while its workers start is such a run. UsageError if the report cannot
@@ -92,7 +98,10 @@ def _judge(controller: Controller) -> None:
     controller.open_report()
     status = 0
     try:
-        with hermetic(settings.debug, "xdist.plugin,kvconform.session.plugin"):
+        with (
+            _source_of_workers(controller, channel),
+            hermetic(settings.debug, "xdist.plugin,kvconform.session.plugin"),
+        ):
             status = int(
                 pytest.main(_arguments(settings, controller), plugins=[_Preset(controller)])
             )
@@ -103,6 +112,28 @@ def _judge(controller: Controller) -> None:
             f"pytest ended with status {status} before anything was run (--debug shows its output)"
         )
         controller.exit_code = controller.finish()
+
+
+@contextlib.contextmanager
+def _source_of_workers(controller: Controller, channel: socket.socket | None) -> Iterator[None]:
+    """Have the workers forked by the process at `channel`, or by one that this run starts.
+
+    Where that is impossible, or the workers do not import vLLM, they are new interpreters.
+    """
+    settings = controller.settings
+    if channel is not None:
+        with forked_workers(lambda: channel):
+            yield
+    elif RUNNER in os.environ or unfit(settings) is not None:
+        yield
+    else:
+        with contextlib.ExitStack() as stack:
+            log = controller.folder / "logs" / "imports.log"
+            server = functools.cache(lambda: stack.enter_context(private_server(settings, log)))
+            if not settings.setup:  # the commands may install something that vLLM imports
+                server()
+            with forked_workers(server):
+                yield
 
 
 def _arguments(settings: Settings, controller: Controller) -> list[str]:

@@ -17,14 +17,13 @@ from typing import Any, Protocol
 
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem, KvconformError
-from kvconform.process.watchdog import START_SECONDS
-from kvconform.watch import place, wire
-from kvconform.watch.wire import Message
+from kvconform.session import wire
+from kvconform.session.gateways import environment_of, findable, start_limit, unfit
+from kvconform.session.wire import Message
+from kvconform.watch import place
 
 Known = tuple[dict[str, Any], dict[str, str]]
 """A connector's capabilities, and where each came from."""
-START_LIMIT = 600.0
-"""Seconds that the server may take to import vLLM."""
 
 
 class Stale(Exception):
@@ -59,25 +58,6 @@ class Died(EnvironmentProblem):
         )
 
 
-def request_of(what: str) -> Message:
-    """Return a request with all that makes a process like this one."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return {
-        "what": what,
-        "cwd": os.getcwd(),
-        "environment": dict(os.environ),
-        "path": sys.path,
-        "arguments": sys.argv,
-        "umask": mask,
-    }
-
-
-def environment_of(settings: Settings) -> dict[str, str]:
-    """Return the environment in which the run's workers would import vLLM."""
-    return {**os.environ, **settings.env}
-
-
 def path_for(settings: Settings) -> Path:
     """Return the path of the socket of the server for this run."""
     return place.socket_of(environment_of(settings))
@@ -94,19 +74,6 @@ def connect(path: Path) -> socket.socket:
         pass
     connection.close()
     raise Gone
-
-
-def unfit(settings: Settings) -> str | None:
-    """Return why a run with these settings cannot be forked, as the end of a sentence, or None."""
-    if sys.platform != "linux":
-        return "on this system, where forked processes are not safe"
-    if settings.device == "cuda":
-        return "with --device cuda, because a process may use a GPU only if its parent does not"
-    if settings.engine == "live":
-        return "with --engine live, which starts vLLM in processes of its own"
-    if settings.debug:
-        return "with --debug"
-    return None
 
 
 def is_small(settings: Settings) -> bool:
@@ -160,7 +127,7 @@ def run(
     Raises Gone and Stale if the run did not begin, Interrupted if it ended early, Died if its
     process ended before it was done, and KvconformError if it could not be completed.
     """
-    request = request_of("run") | {
+    request = wire.request_of("run") | {
         "settings": settings.model_dump(mode="json"),
         "listen": listener is not None,
         "first": list(first),
@@ -282,9 +249,6 @@ def start(settings: Settings, path: Path) -> None:
     """
     place.make_directory()
     path.unlink(missing_ok=True)
-    for other in path.parent.glob(f"{path.stem}.*.sock"):
-        if not _listens(other):
-            other.unlink(missing_ok=True)  # of a server that was killed
     log = path.with_suffix(".log")
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as output:
         process = subprocess.Popen(
@@ -292,10 +256,10 @@ def start(settings: Settings, path: Path) -> None:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=_findable(environment_of(settings)),
+            env=findable(environment_of(settings)),
             start_new_session=True,
         )
-    limit = 2 * float(os.environ.get(START_SECONDS) or START_LIMIT)
+    limit = start_limit()
     until = time.monotonic() + limit
     while not _listens(path):
         if process.poll() is not None or time.monotonic() > until:
@@ -312,12 +276,3 @@ def _listens(path: Path) -> bool:
     except Gone:
         return False
     return True
-
-
-def _findable(environment: dict[str, str]) -> dict[str, str]:
-    """Return the environment with kvconform on PYTHONPATH: this process may know it otherwise."""
-    import kvconform
-
-    root = str(Path(kvconform.__path__[0]).parent)
-    known: list[Any] = [environment.get("PYTHONPATH")]
-    return {**environment, "PYTHONPATH": os.pathsep.join([*filter(None, known), root])}

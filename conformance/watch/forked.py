@@ -1,37 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes do that the warm server forks: control a run, or work for one.
+"""What the processes do that the warm server forks for its clients: control a run, or repeat some.
 
-Each first becomes like a process that the client had started: working directory, environment,
-import path, and standard streams are the client's.
+Each first becomes like a process that the client had started (kvconform.session.forked).
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import signal
 import socket
 import sys
 import threading
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvconform.watch import wire
-from kvconform.watch.wire import Message
+from kvconform.session import wire
+from kvconform.session.forked import add, become
+from kvconform.session.wire import Message
 
 
-def control(message: Message, fds: Sequence[int], client: socket.socket, path: Path) -> None:
-    """Control a run, as `kvconform run` does; workers come from the server at `path`.
+def control(
+    message: Message, fds: Sequence[int], client: socket.socket, channel: socket.socket
+) -> None:
+    """Control a run, as `kvconform run` does; workers come from the server, through `channel`.
 
     Sends the client its own process id, with `listen` the result of each run, and at last the exit
     code, or the error that ended the run.
     """
     with _for_client(message, fds, client) as last:
-        last |= _controlled(message, client, path)
+        last |= _controlled(message, client, channel)
 
 
 def peek(
@@ -47,14 +47,14 @@ def peek(
     Sends the result of each run, and at last that they are done; no more if the process dies.
     """
     with _for_client(message, fds, client) as last:
-        _add(environment)
+        add(environment)
         last |= _peeked(message, client)
 
 
 @contextlib.contextmanager
 def _for_client(message: Message, fds: Sequence[int], client: socket.socket) -> Iterator[Message]:
     """Tell the client this process's id, end when it goes, and send it what the body filled in."""
-    _become(message, fds)
+    become(message, fds)
     wire.send(client, {"pid": os.getpid()})
     over = threading.Event()
     threading.Thread(target=_end_with, args=(client, over), daemon=True).start()
@@ -105,12 +105,11 @@ def _peeked(message: Message, client: socket.socket) -> Message:
     return {"exit": 0}
 
 
-def _controlled(message: Message, client: socket.socket, path: Path) -> Message:
+def _controlled(message: Message, client: socket.socket, channel: socket.socket) -> Message:
     """Run and judge, and return the last message for the client."""
     from kvconform.config.settings import Settings
     from kvconform.errors import KvconformError
     from kvconform.session import launch
-    from kvconform.watch import gateways
     from kvconform.watch.results import result_of
 
     def listen(*found: Any) -> None:
@@ -127,9 +126,8 @@ def _controlled(message: Message, client: socket.socket, path: Path) -> Message:
             "traced": message["traced"],
             "untraced": message["untraced"],
         }
-    gateways.fork_workers_at(path)
     try:
-        return {"exit": launch.run(settings, **options)}
+        return {"exit": launch.run(settings, channel=channel, **options)}
     except KvconformError as error:
         return {"error": error.message, "exit": error.code}
     except KeyboardInterrupt:
@@ -146,43 +144,3 @@ def _end_with(client: socket.socket, over: threading.Event) -> None:
         wire.receive(client)
     if not over.is_set():
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def work(message: Message, fds: Sequence[int], environment: Mapping[str, str | None]) -> None:
-    """Serve execnet at the standard streams, as the interpreters do that xdist starts.
-
-    `environment`: variables that importing vLLM has set, which this process did not do itself.
-    """
-    _become(message, fds)
-    _add(environment)
-    exec(eval(sys.stdin.readline()))
-
-
-def _add(environment: Mapping[str, str | None]) -> None:
-    for name, value in environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-def _become(message: Message, fds: Sequence[int]) -> None:
-    """Take on the client's working directory, environment, import path and streams."""
-    for number, fd in enumerate(fds):
-        os.dup2(fd, number)
-    sys.stdin = os.fdopen(0, "r", closefd=False)
-    sys.stdout = os.fdopen(1, "w", closefd=False, buffering=1)
-    sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1, errors="backslashreplace")
-    for name in ("stdin", "stdout", "stderr"):
-        setattr(sys, f"__{name}__", getattr(sys, name))
-    os.umask(message["umask"])
-    os.chdir(message["cwd"])
-    os.environ.clear()
-    os.environ.update(message["environment"])
-    sys.path[:] = message["path"]
-    sys.argv[:] = message["arguments"]
-    # Otherwise processes that are started by `spawn` would import the server.
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    # A second edit in the same second, of the same length, would get the bytecode of the first one.
-    sys.dont_write_bytecode = True
-    importlib.invalidate_caches()

@@ -24,11 +24,12 @@ from kvconform.process.scratch import temporary
 from kvconform.process.watchdog import read_note
 from kvconform.report import jsonl
 from kvconform.session import crash
+from kvconform.session.gateways import unfit
+from kvconform.session.wire import Message
 from kvconform.session.worker import START
 from kvconform.watch import client, reach, sources
 from kvconform.watch.results import Result
 from kvconform.watch.screen import Failing, Screen
-from kvconform.watch.wire import Message
 
 PEEKED = 4
 """Runs that failed last time that are repeated first, each for another requirement."""
@@ -63,7 +64,7 @@ def once(settings: Settings, note: Callable[[str], None]) -> int:
 
 def check(settings: Settings) -> None:
     """Raise UsageError for settings with which forks of a process with vLLM cannot be used."""
-    reason = client.unfit(settings)
+    reason = unfit(settings)
     if reason is not None:
         raise UsageError(f"kvconform watch cannot be used {reason}; use kvconform run")
 

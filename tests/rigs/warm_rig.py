@@ -19,6 +19,7 @@ import pytest
 
 import program_rig
 from kvconform.config.settings import Settings
+from kvconform.session import wire
 from kvconform.watch import client
 
 RUN = "lifecycle.last-token[reference-sync-v1-d1-b4]"
@@ -146,17 +147,10 @@ def servers(runtime: Path) -> list[psutil.Process]:
 
 def server_of(settings: Settings) -> int:
     """Return the process id of the server that listens for these settings."""
-    (inner,) = [
-        path for path in client.path_for(settings).parent.glob("*.*.sock") if _answers(path)
-    ]
-    return int(inner.name.split(".")[1])
-
-
-def _answers(path: Path) -> bool:
-    with contextlib.suppress(client.Gone):
-        client.connect(path).close()
-        return True
-    return False
+    with contextlib.closing(client.connect(client.path_for(settings))) as connection:
+        peer = wire.peer_of(connection)
+    assert peer is not None
+    return peer[0]
 
 
 def has_ended(pid: int) -> bool:

@@ -87,6 +87,32 @@ def test_promised_tokens(arguments: dict[str, Any], tokens: int) -> None:
     assert promised(**arguments) == tokens
 
 
+@pytest.mark.parametrize(
+    ("found", "back", "tokens", "runs"),
+    [
+        (29, 20, 29, 0),  # all that could be promised: a plain run can only promise less
+        (30, 20, 29, 0),
+        (28, 20, 20, 1),
+        (28, 99, 29, 1),
+        (0, 99, 29, 1),
+    ],
+)
+def test_a_plain_run_is_made_if_its_outcome_matters(
+    found: int, back: int, tokens: int, runs: int
+) -> None:
+    asked = []
+
+    def calibrate(plain: Plain, block_size: int) -> int:
+        asked.append((plain, block_size))
+        return back
+
+    promises = Promises(CAPS, False, calibrate)
+    source = SimpleNamespace(all_token_ids=list(range(30)))
+    request = SimpleNamespace(all_token_ids=list(range(40)))
+    assert promises.promised(source, list(range(10)), request, 4, 99, found=found) == tokens
+    assert len(asked) == runs
+
+
 # -- what is learned
 
 

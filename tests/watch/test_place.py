@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvconform.watch import place, wire
+from kvconform.session import wire
+from kvconform.watch import place
 
 
 @pytest.fixture(autouse=True)

@@ -199,7 +199,7 @@ def test_an_idle_server_ends(tmp_path: Path) -> None:
         path.parent.mkdir(mode=0o700)
         code = (
             "import pathlib, sys; from kvconform.watch.server import Server; "
-            "Server(pathlib.Path(sys.argv[1]), 0.3).serve()"
+            "Server(pathlib.Path(sys.argv[1]), 0.3).listen()"
         )
         done = program_rig.python("-c", code, str(path), cwd=tmp_path, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between the warm server and its clients: JSON objects, some with file descriptors.
+"""Messages between a process that forks and its clients: JSON objects, some with descriptors.
 
 Both sides belong to one user, and check that by the credentials of the other side's process.
 """
@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import struct
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ Message = dict[str, Any]
 
 _LENGTH = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")
-MOST_FDS = 3
+MOST_FDS = 4
 
 
 def send(connection: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
@@ -51,13 +52,34 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     return bytes(found)
 
 
+def request_of(what: str) -> Message:
+    """Return a request with all that makes a process like this one."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return {
+        "what": what,
+        "cwd": os.getcwd(),
+        "environment": dict(os.environ),
+        "path": sys.path,
+        "arguments": sys.argv,
+        "umask": mask,
+    }
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int] | None:
+    """Return process and user at the other end, or None where the system does not say."""
+    option = getattr(socket, "SO_PEERCRED", None)
+    if option is None:
+        return None
+    data = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(data)
+    return pid, user
+
+
 def is_own(connection: socket.socket) -> bool:
     """Return whether the process at the other end belongs to this user.
 
     True where the system does not say; then the mode of the socket's directory alone protects it.
     """
-    option = getattr(socket, "SO_PEERCRED", None)
-    if option is None:
-        return True
-    data = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(data)[1] == os.getuid())
+    peer = peer_of(connection)
+    return peer is None or peer[1] == os.getuid()

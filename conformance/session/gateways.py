@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers of pytest-xdist that a warm process forks, in place of new interpreters."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from execnet import gateway_io
+from execnet.gateway_base import Popen2IO
+
+from kvconform.config.settings import Settings
+from kvconform.process.watchdog import START_SECONDS
+from kvconform.session import wire
+
+START_LIMIT = 600.0
+"""Seconds that a warm process may take to import vLLM."""
+
+
+def start_limit() -> float:
+    """Return the seconds that a warm process may take to import vLLM."""
+    return 2 * float(os.environ.get(START_SECONDS) or START_LIMIT)
+
+
+def unfit(settings: Settings) -> str | None:
+    """Return why a run with these settings cannot be forked, as the end of a sentence, or None."""
+    if sys.platform != "linux":
+        return "on this system, where forked processes are not safe"
+    if settings.device == "cuda":
+        return "with --device cuda, because a process may use a GPU only if its parent does not"
+    if settings.engine == "live":
+        return "with --engine live, which starts vLLM in processes of its own"
+    if settings.debug:
+        return "with --debug"
+    return None
+
+
+def environment_of(settings: Settings) -> dict[str, str]:
+    """Return the environment in which the run's workers would import vLLM."""
+    return {**os.environ, **settings.env}
+
+
+def findable(environment: dict[str, str]) -> dict[str, str]:
+    """Return the environment with kvconform on PYTHONPATH: this process may know it otherwise."""
+    import kvconform
+
+    root = str(Path(kvconform.__path__[0]).parent)
+    known: list[Any] = [environment.get("PYTHONPATH")]
+    return {**environment, "PYTHONPATH": os.pathsep.join([*filter(None, known), root])}
+
+
+class ForkedIO(Popen2IO):
+    """The pipes of a worker that was forked; stands in for execnet's of a Popen.
+
+    `channel`: to the warm process. OSError or EOFError if that has ended, or takes too long.
+    """
+
+    def __init__(self, channel: socket.socket, execmodel: Any) -> None:
+        theirs_in, ours_out = os.pipe()
+        ours_in, theirs_out = os.pipe()
+        self._worker, theirs = socket.socketpair()
+        self._exit: int | None = None
+        try:
+            request = wire.request_of("work") | {"arguments": ["-c"]}
+            wire.send(channel, request, [theirs_in, theirs_out, 2, theirs.fileno()])
+            theirs.close()
+            self._worker.settimeout(start_limit())
+            self._pid = int(wire.receive(self._worker)[0]["pid"])
+            self._worker.settimeout(None)
+        except BaseException:
+            for end in (ours_out, ours_in):
+                os.close(end)
+            self._worker.close()
+            theirs.close()
+            raise
+        finally:
+            os.close(theirs_in)
+            os.close(theirs_out)
+        super().__init__(os.fdopen(ours_out, "wb"), os.fdopen(ours_in, "rb"), execmodel=execmodel)
+
+    def wait(self) -> int | None:
+        """Wait for the end of the worker. Return its status, or None if that is unknown."""
+        if self._exit is None:
+            with contextlib.suppress(OSError, EOFError):
+                self._exit = int(wire.receive(self._worker)[0]["exit"])
+        return self._exit
+
+    def kill(self) -> None:
+        """Kill the worker."""
+        if self._exit is None:
+            with contextlib.suppress(OSError):
+                os.kill(self._pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def forked_workers(channel: Callable[[], socket.socket]) -> Iterator[None]:
+    """Have this process get its workers through a channel, or, if that fails, new interpreters.
+
+    `channel` is called for each worker.
+    """
+    from xdist import plugin, workermanage
+
+    before = gateway_io.create_io
+
+    def create_io(spec: Any, execmodel: Any) -> Any:
+        if spec.popen:
+            # Otherwise a new interpreter says what is wrong with the import of vLLM.
+            with contextlib.suppress(OSError, EOFError):
+                return ForkedIO(channel(), execmodel)
+        return before(spec, execmodel)
+
+    # xdist gives its workers the import path of the moment in which it was imported itself.
+    workermanage._sys_path = plugin._sys_path = list(sys.path)
+    gateway_io.create_io = create_io
+    try:
+        yield
+    finally:
+        gateway_io.create_io = before
+
+
+@contextlib.contextmanager
+def private_server(settings: Settings, log: Path) -> Iterator[socket.socket]:
+    """Start a process that imports vLLM, and yield a channel to it; end it afterwards.
+
+    It imports in the background: the first worker is waited for. Its output goes to `log`.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    ours, theirs = socket.socketpair()
+    with ours, log.open("wb") as output:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvconform.session.warm", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=findable(environment_of(settings)),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        try:
+            yield ours
+        finally:
+            process.terminate()  # its workers have ended
+            process.wait()

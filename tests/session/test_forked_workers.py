@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of workers that are forked from one process, and of that process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import execnet
+import psutil
+import pytest
+from execnet import gateway_io
+
+import warm_rig
+from kvconform.config.settings import Settings
+from kvconform.session import gateways
+from program_rig import kvconform
+
+COLD = """
+import socket, sys
+from kvconform.session.warm import Warm
+server = Warm()
+server.join(socket.socket(fileno=int(sys.argv[1])))
+server.serve()
+"""
+"""A process that forks workers, but has not imported vLLM."""
+FACTS = """
+import os
+links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
+kinds = [os.readlink(each).partition(":")[0] for each in links if os.path.exists(each)]
+channel.send({
+    "pid": os.getpid(),
+    "parent": os.getppid(),
+    "leads": os.getsid(0) == os.getpid(),
+    "sockets": kinds.count("socket"),
+    "epoll": sum("eventpoll" in os.readlink(each) for each in links if os.path.lexists(each)),
+    "here": os.getcwd(),
+    "mark": os.environ.get("MARK"),
+})
+"""
+
+
+@contextlib.contextmanager
+def cold_process() -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
+    """Yield a channel to a process that forks workers."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            command = [sys.executable, "-c", COLD, str(theirs.fileno())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        try:
+            yield ours, process
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def workers(channel: socket.socket) -> Iterator[execnet.Group]:
+    """Yield a group whose gateways are forked workers."""
+    group = execnet.Group(execmodel="main_thread_only")
+    with gateways.forked_workers(lambda: channel):
+        try:
+            yield group
+        finally:
+            group.terminate(timeout=5)
+
+
+def facts(group: execnet.Group) -> tuple[Any, dict[str, Any]]:
+    """Return a new worker's gateway, and what the worker says of itself."""
+    gateway = group.makegateway("popen")
+    found: dict[str, Any] = gateway.remote_exec(FACTS).receive(timeout=30)
+    return gateway, found
+
+
+def test_workers_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cold_process() as (channel, process):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("MARK", "set after the process was started")
+        with workers(channel) as group:
+            first, second = facts(group)[1], facts(group)[1]
+            for found in (first, second):
+                assert found.pop("parent") == process.pid
+                pid = found.pop("pid")
+                assert psutil.Process(pid).is_running()
+                assert found == {
+                    "leads": True,
+                    "sockets": 0,
+                    "epoll": 0,
+                    "here": str(tmp_path),
+                    "mark": "set after the process was started",
+                }
+        channel.close()
+        assert process.wait(30) == 0  # it ends with its controller and its workers
+
+
+def test_a_worker_that_dies_is_noticed_and_replaced() -> None:
+    with cold_process() as (channel, process), workers(channel) as group:
+        gateway, found = facts(group)
+        os.kill(found["pid"], signal.SIGKILL)
+        assert gateway._io.wait() == -signal.SIGKILL
+        gateway._io.kill()  # of a process that has ended: nothing
+        assert facts(group)[1]["parent"] == process.pid
+
+
+def test_without_the_process_workers_are_interpreters() -> None:
+    with cold_process() as (channel, process):
+        process.kill()
+        process.wait()
+        with workers(channel) as group:
+            assert facts(group)[1]["parent"] == os.getpid()
+
+
+def test_create_io_is_restored() -> None:
+    before = gateway_io.create_io
+    ours, theirs = socket.socketpair()
+    with ours, theirs, gateways.forked_workers(lambda: ours):
+        assert gateway_io.create_io is not before
+    assert gateway_io.create_io is before
+
+
+def test_a_process_that_is_still_importing_ends_at_once(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "imports.log"
+    with gateways.private_server(Settings(), log):
+        (process,) = psutil.Process().children()
+    assert not process.is_running()
+    assert log.read_text() == ""
+
+
+@pytest.mark.e2e
+def test_a_run_imports_vllm_once() -> None:
+    says = """
+import os
+with open("births", "a") as file:
+    with open(f"/proc/{os.getppid()}/cmdline") as parent:
+        print(os.getpid(), os.getppid(), "kvconform.session.warm" in parent.read(), file=file)
+"""
+    with warm_rig.project() as project:
+        project.file.write_text(says + warm_rig.WRONG)
+        options = project.options("-n", "2")
+        options[options.index(warm_rig.RUN)] = "lifecycle.last-token"
+        done = kvconform("run", *options, cwd=project.folder, env=project.environment)
+        assert (done.returncode, "lookup.truth" in done.stdout) == (1, True)
+        births = [line.split() for line in (project.folder / "births").read_text().splitlines()]
+        assert len({pid for pid, _, _ in births}) == 2
+        ((parent, is_warm),) = {(parent, is_warm) for _, parent, is_warm in births}
+        assert is_warm == "True"
+        assert all(warm_rig.has_ended(int(pid)) for pid in (parent, *(pid for pid, *_ in births)))
