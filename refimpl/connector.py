@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.request import RequestStatus
 
 from kvconform.refimpl.cache.chunks import open_store
+from kvconform.refimpl.cache.codecs import codec_named
 from kvconform.refimpl.copying import Copying
 from kvconform.refimpl.delay import Countdown
 from kvconform.refimpl.faults import Faults
@@ -70,7 +71,8 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         self._store = open_store(
             self.options.store, parallel.rank, parallel.world_size, self.options.patience
         )
-        self._root = root_key(vllm_config)
+        self._codec = codec_named(self.options.codec)
+        self._root = root_key(vllm_config, self.options.codec)
 
         # Scheduler half.
         # Requests that hold blocks: added when they get them, removed when they lose them.
