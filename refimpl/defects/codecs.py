@@ -10,6 +10,7 @@ import torch
 
 from kvconform.refimpl.cache.codecs import CODECS, Quantising
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.variants.tiers import Tiered
 
 
 class _OtherCodec(ReferenceConnector):
@@ -52,7 +53,7 @@ class _Narrow(Quantising):
         return low, step * 0.992
 
 
-class ClipsOutliers(_OtherCodec):
+class ClipsOutliers(_OtherCodec, Tiered):
     """Clips the ends of every column: within its tolerance, but once more whenever it stores."""
 
     def _other(self) -> Quantising:

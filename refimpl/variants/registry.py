@@ -85,7 +85,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "save-budget": (f"{HERE}.frugal:SaveBudget", {}),
     "expiring": (f"{HERE}.frugal:Expiring", {}),
     "one-group-only": (f"{HERE}.hybrid:OneGroupOnly", {}),
-    "int8": ("kvconform.refimpl.connector:ReferenceConnector", {"codec": "int8"}),
+    "int8": (
+        f"{HERE}.tiers:Tiered",
+        {"codec": "int8", "tiers": [{"url": "memory:", "chunks": 2}], "store_chunks": 12},
+    ),
     "int4": (
         "kvconform.refimpl.connector:ReferenceConnector",
         {"codec": "int4", "layerwise": True, "chunk_tokens": 6, "whole_blocks": False},

@@ -31,7 +31,6 @@ MATTERS = {  # what is only different elsewhere
     "foresees-failures": ("chunked.boundaries",),
     "honours-skip": ("lifecycle.ignore-hits", "lifecycle.local-recomputed"),
     "in-parts": ("chunked.boundaries",),
-    "int4": ("cache.stored-again",),
     "int8": ("cache.stored-again",),
     "instance-hooks": ("multi.after-winner",),
     "one-group-only": ("groups.chunked",),
