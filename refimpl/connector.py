@@ -25,7 +25,7 @@ from kvconform.refimpl.options import Options
 from kvconform.refimpl.paging import NULL_BLOCK, Share, has_window
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save, cut
 from kvconform.refimpl.suite_hooks import SuiteHooks
-from kvconform.refimpl.telemetry import Telemetry
+from kvconform.refimpl.telemetry import COUNTERS, Telemetry
 from kvconform.refimpl.tracking import Tracked, first_group, scheduled
 
 if TYPE_CHECKING:
@@ -103,6 +103,13 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         # Blocks that hold garbage until the engine recomputes them.
         self._bad: set[int] = set()
 
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        found = super().kvconform_capabilities(extra_config)
+        if cls is ReferenceConnector:  # a subclass may copy in another way
+            found["metrics"] = COUNTERS
+        return found
+
     @property
     def requires_kv_delivery(self) -> bool:
         return False  # a lost save only causes a later miss
@@ -137,6 +144,7 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         tracked = Tracked(request, first_group(blocks.get_block_ids()))
         self._tracked[request.request_id] = tracked
         if num_external_tokens > 0:
+            self._count("tokens_granted", num_external_tokens)
             is_async = self.options.load == "async"
             self._granted[request.request_id] = (tracked, num_external_tokens, is_async)
 

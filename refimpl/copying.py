@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvconform.refimpl.cache.chunks import ChunkStore
 from kvconform.refimpl.cache.codecs import Codec, CodecError
-from kvconform.refimpl.paging import Share, read_slots, write_slots
+from kvconform.refimpl.paging import Share, bytes_in, read_slots, write_slots
 from kvconform.refimpl.plan import Load, Piece, Save
 
 if TYPE_CHECKING:
@@ -32,16 +32,27 @@ class Copying:
     _bad: set[int]
     _sent: set[str]
 
+    def _count(self, name: str, by: int = 1) -> None:
+        """Add to a statistic."""
+        raise NotImplementedError
+
     def _load(self, load: Load, layers: Iterable[str]) -> None:
         """Fill the granted slots; note the blocks that could not be filled completely."""
         for piece in load.pieces:
             # A list, not a generator: all layers are loaded, even after one that failed.
             if not self._store.has(piece.key) or not all(
-                [self._load_layer(piece, layer) for layer in layers]
+                [self._load_counted(piece, layer) for layer in layers]
             ):
                 self._store.drop(piece.key)
                 self._invalid |= piece.blocks(self._block_size)
                 self._bad |= piece.blocks(self._block_size)
+
+    def _load_counted(self, piece: Piece, layer: str) -> bool:
+        """Do what `_load_layer` does, and count what was loaded."""
+        is_loaded = self._load_layer(piece, layer)
+        if is_loaded:
+            self._count("bytes_loaded", bytes_in(self._layers[layer], piece.slots, self._share))
+        return is_loaded
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         """Fill the piece's slots in one layer; return whether the store had the data."""
