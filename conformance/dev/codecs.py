@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmark of the reference connector's codecs, beside copying as many bytes (memcpy)."""
+"""Benchmark of the reference connector's codecs, compared with copying as many bytes (memcpy)."""
 
 from __future__ import annotations
 
