@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.request import RequestStatus
 
 from kvconform.refimpl.cache.chunks import open_store
+from kvconform.refimpl.cache.codecs import codec_named
 from kvconform.refimpl.copying import Copying
 from kvconform.refimpl.delay import Countdown
 from kvconform.refimpl.faults import Faults
@@ -24,7 +25,7 @@ from kvconform.refimpl.options import Options
 from kvconform.refimpl.paging import NULL_BLOCK, Share, has_window
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save, cut
 from kvconform.refimpl.suite_hooks import SuiteHooks
-from kvconform.refimpl.telemetry import Telemetry
+from kvconform.refimpl.telemetry import COUNTERS, Telemetry
 from kvconform.refimpl.tracking import Tracked, first_group, scheduled
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         self._store = open_store(
             self.options.store, parallel.rank, parallel.world_size, self.options.patience
         )
-        self._root = root_key(vllm_config)
+        self._codec = codec_named(self.options.codec)
+        self._root = root_key(vllm_config, self.options.codec)
 
         # Scheduler half.
         # Requests that hold blocks: added when they get them, removed when they lose them.
@@ -100,6 +102,13 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         self._invalid: set[int] = set()
         # Blocks that hold garbage until the engine recomputes them.
         self._bad: set[int] = set()
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        found = super().kvconform_capabilities(extra_config)
+        if cls is ReferenceConnector:  # a subclass may copy in another way
+            found["metrics"] = COUNTERS
+        return found
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -135,6 +144,7 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         tracked = Tracked(request, first_group(blocks.get_block_ids()))
         self._tracked[request.request_id] = tracked
         if num_external_tokens > 0:
+            self._count("tokens_granted", num_external_tokens)
             is_async = self.options.load == "async"
             self._granted[request.request_id] = (tracked, num_external_tokens, is_async)
 

@@ -32,10 +32,10 @@ def digest(*parts: bytes | str) -> bytes:
     return state.digest()
 
 
-def root_key(vllm_config: VllmConfig) -> bytes:
+def root_key(vllm_config: VllmConfig, codec: str = "raw") -> bytes:
     """Return the start of every chain.
 
-    KV of another model, number format or sharding never shares a key.
+    KV of another model, number format, sharding or codec never shares a key.
     """
     model: Any = getattr(vllm_config, "model_config", None)
     parallel = vllm_config.parallel_config
@@ -51,6 +51,8 @@ def root_key(vllm_config: VllmConfig) -> bytes:
     stages = parallel.pipeline_parallel_size
     if stages > 1:
         parts.append(f"pp{stages}")
+    if codec != "raw":
+        parts.append(f"codec {codec}")
     return digest(*parts)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from kvconform.refimpl.cache.codecs import codec_named
 from kvconform.refimpl.cache.patience import PATIENCE
 from kvconform.refimpl.paging import Share
 
@@ -35,6 +36,8 @@ class Options:
     """Polls until an asynchronous save is done."""
     patience: float = PATIENCE
     """Seconds until a call of the store's server fails, and for which it is then not called."""
+    codec: str = "raw"
+    """How KV is stored (`refimpl/cache/codecs.py`)."""
     whole_blocks: bool = True
     """Claim whole blocks only."""
 
@@ -42,7 +45,8 @@ class Options:
     def of(cls, vllm_config: VllmConfig) -> Self:
         """Return the options in a configuration.
 
-        ValueError for an unknown option or an impossible value.
+        ValueError for an unknown option or an impossible value. MissingPackage if the codec needs a
+        package that is missing.
         """
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
@@ -57,6 +61,7 @@ class Options:
         options = cls(**given)
         if options.load not in ("sync", "async"):
             raise ValueError(f"load must be 'sync' or 'async', not {options.load!r}")
+        codec_named(options.codec)
         if options.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens must be positive, not {options.chunk_tokens}")
         return options

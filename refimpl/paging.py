@@ -108,6 +108,13 @@ def write_slots(
     return True
 
 
+def bytes_in(layer: torch.Tensor, slots: Sequence[int], share: Share | None = None) -> int:
+    """Return the bytes of the slots that this rank has."""
+    shape = blocks_first(layer).shape
+    row = math.prod((shape[1], *shape[3:])) * layer.element_size()
+    return len(_here(slots, share)[1]) * row
+
+
 def _here(slots: Sequence[int], share: Share | None) -> tuple[torch.Tensor, Sequence[int]]:
     """Return (indices of the slots that this rank has, their slots in its memory).
 

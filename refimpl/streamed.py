@@ -129,7 +129,7 @@ class StreamedConnector(ReferenceConnector):
         row = self._moving[name].row
         width = math.prod(row) * dtype.itemsize
         rows = len(piece.slots)
-        data = self._store.get(piece.key, name)
+        data = self._get(piece.key, name)
         wanted = b""
         if data is not None:
             wanted = data[piece.first * width : (piece.first + rows) * width]
@@ -228,7 +228,7 @@ class StreamedConnector(ReferenceConnector):
             is_layer = name in self._layers  # else it is a tensor of slots
             if is_layer:
                 data = host.contiguous().view(torch.uint8).numpy().tobytes()
-                self._store.put(storing.epoch, key, name, data)
+                self._put(storing.epoch, key, name, data, len(host))
         if storing.save is None:
             return
         for piece in storing.save.pieces if self._is_sound(storing.save) else ():

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvconform.compat.vllm_api import PREEMPTIONS_BY_METADATA
+from kvconform.refimpl.cache.codecs import CODECS
 from kvconform.refimpl.faults import Faults
 from kvconform.refimpl.inspector import Inspector
 
@@ -46,4 +47,7 @@ class SuiteHooks:
         if "chunk_tokens" in extra_config:
             capabilities["kv_events"] = False
             capabilities["chunk_tokens"] = extra_config["chunk_tokens"]
+        codec = CODECS.get(extra_config.get("codec", "raw"))
+        if codec is not None and codec.tolerance:
+            capabilities["lossy"] = codec.tolerance
         return capabilities

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from kvconform.refimpl.tracking import Tracked
 
 MEDIUM = "STORAGE"
+COUNTERS = {name: [name, f"kvconform_{name}"] for name in ("bytes_loaded", "tokens_granted")}
+"""Names of counters in the log and among the metrics, by their meaning for the suite."""
 
 
 @dataclass

@@ -102,6 +102,15 @@ CAPABILITIES: dict[str, Capability] = {
     ),
     "fault_injection": Capability(False, _YES_NO, "lets the harness make loads fail"),
     "kv_events": Capability(False, _YES_NO, "publishes KV events for all that it stores"),
+    "metrics": Capability(
+        {},
+        (
+            dict[Literal["bytes_loaded", "tokens_granted"], list[str]],
+            "a mapping of bytes_loaded or tokens_granted to lists of names",
+        ),
+        "names of counters in the log or among the metrics, by their meaning: bytes that loads "
+        "wrote, tokens that the engine granted",
+    ),
     "transfer": Capability(
         False,
         _YES_NO,

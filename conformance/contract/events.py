@@ -367,6 +367,14 @@ _kind(
     "metrics, and how often they were given a value; loads that wrote what was granted.",
 )
 _kind(
+    "stats.compared",
+    "hooks",
+    "what:str name:str place:str value:float seen:int",
+    "At the end of a run in which every load became due: a counter that the connector declares "
+    "(capability metrics). what = its meaning; place = log or metrics (empty: the name was in "
+    "neither); value = its total; seen = what the suite saw.",
+)
+_kind(
     "report.landed",
     "hooks",
     "changed:list",
@@ -614,8 +622,9 @@ _kind(
     "kv",
     "req:str generation:int transfer:str? granted:int missing:list partial:list wrong:list "
     "reported_failed:bool promised:bool undisturbed:bool is_async:bool local:int by_group:list "
-    "early_reads:list",
-    "The engine is about to rely on a grant. missing = positions that were not written completely; "
+    "early_reads:list bytes:int?",
+    "The engine is about to rely on a grant. bytes = those that the connector wrote, of all layers "
+    "(None: not known). missing = positions that were not written completely; "
     "partial = those of them of which some slot was written in part. promised = the connector has "
     "declared that it keeps this content, has found it, and nothing in the case makes a load fail. "
     "undisturbed = nothing in the case takes away what is stored. by_group = those of several "

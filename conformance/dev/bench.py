@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmark of the gate and of exploration on the reference connector.
 
-`python -m kvconform.dev.bench [--every N] [--boundary]` prints it. Machines and their loads differ,
-so compare shares and ratios within one run; the seconds only show the order of magnitude.
+`python -m kvconform.dev.bench [--every N] [--boundary] [--codecs]` prints it. Machines and their
+loads differ, so compare shares and ratios within one run; the seconds only show the order of
+magnitude.
 """
 
 from __future__ import annotations
@@ -264,6 +265,13 @@ def starts(rounds: int = 5) -> dict[str, float]:
     return {name: median(seconds) for name, seconds in found.items()}
 
 
+def codecs() -> dict[str, float]:
+    """Measure the codecs (`kvconform.dev.codecs`)."""
+    from kvconform.dev.codecs import measure
+
+    return measure()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print all benchmarks and return the exit status."""
     parser = argparse.ArgumentParser(prog="kvconform.dev.bench", description=__doc__)
@@ -273,11 +281,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--boundary", action="store_true", help="only what the placeholder boundary adds to a step"
     )
+    parser.add_argument(
+        "--codecs", action="store_true", help="only the reference connector's codecs"
+    )
     chosen = parser.parse_args(arguments)
-    benchmarks: list[tuple[str, Callable[[], dict[str, float]]]] = [
-        ("The placeholder boundary in a step of vLLM's scheduler", boundary.measure)
-    ]
-    if not chosen.boundary:
+    benchmarks: list[tuple[str, Callable[[], dict[str, float]]]] = []
+    if chosen.boundary or not chosen.codecs:
+        title = "The placeholder boundary in a step of vLLM's scheduler"
+        benchmarks.append((title, boundary.measure))
+    if chosen.codecs or not chosen.boundary:
+        benchmarks.append(("Codecs, a layer of 256 tokens in bfloat16", codecs))
+    if not chosen.boundary and not chosen.codecs:
         every = max(1, chosen.every)
         show(measure_gate(every), every)
         benchmarks += [

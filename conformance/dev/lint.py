@@ -82,7 +82,7 @@ MENTIONED = 3
 SOON = 30
 """Days before the end of a waiver from which on lint warns."""
 
-_READ_BY_THE_SUITE = {"roles", "chunk_tokens", "saves", "lossy"}
+_READ_BY_THE_SUITE = {"roles", "chunk_tokens", "saves", "lossy", "metrics"}
 """Capabilities that the driver and the oracle read, not a requirement or a case."""
 
 

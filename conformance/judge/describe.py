@@ -399,6 +399,18 @@ def _stats_total(e: Event) -> str:
     )
 
 
+def _stats_compared(e: Event) -> str:
+    place = f" ({e['place']})" if e["place"] else ""
+    counted = f"the connector counted {e['value']:g} as {e['name']}{place}"
+    return f"{counted}, and {_SEEN[e['what']]} {e['seen']}"
+
+
+_SEEN = {
+    "bytes_loaded": "the bytes that loads wrote were",
+    "tokens_granted": "the tokens that the engine granted were",
+}
+
+
 def _pair_lookup(e: Event) -> str:
     source = f", handed over by {e['of']}" if e["of"] else ""
     if e["stale"]:
@@ -607,6 +619,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "kv.event": _kv_event,
     "stats.taken": _stats,
     "stats.total": _stats_total,
+    "stats.compared": _stats_compared,
     "handshake": _handshake,
     "pair.engine": lambda e: (
         f"engine {e['on']} is a {e['role']},"
@@ -742,6 +755,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "meta.bound": ("same_as_built",),
     "kv.event": ("op", "problem", "repeated"),
     "stats.taken": ("half", "kept", "lost", *_STATS),
+    "stats.compared": ("what", "name", "place"),
     "handshake": ("none",),
     "hold": ("direction", "cause"),
     "plan": ("op", "timing"),

@@ -263,6 +263,10 @@ class PagedCache:
         """Return the number of a layer's group."""
         return self._number[layer]
 
+    def slot_bytes(self, layer: int) -> int:
+        """Return the bytes of one slot of a layer."""
+        return self.groups[self._number[layer]].heads * self.book.width * self.dtype.itemsize
+
     def split(self, slots: np.ndarray) -> tuple[Any, Any]:
         """Convert slots [n] to (block ids, offsets): arrays, or tensors on the cache's device.
 

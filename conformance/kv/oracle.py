@@ -136,6 +136,10 @@ class Grant:
             return False
         return self.open or (self.due is not None and pos in self.due["missing"])
 
+    def received(self, layer: int) -> int:
+        """Return how many slots of a layer were written, of those that it wants."""
+        return int(np.count_nonzero(self.written[layer] & (self.slots[layer] >= 0)))
+
     def missing(self) -> list[int]:
         """Return the positions that some layer wants and never received."""
         return self._not_in_all(self.written)
@@ -551,6 +555,11 @@ class Oracle(Loads):
         return ("own" if fill is not None and fill.key == mine else "local"), None, None
 
     # -- due grants
+    def _bytes(self, grant: Grant) -> int:
+        """Return how many bytes of a grant the connector wrote."""
+        layers = range(len(self.cache.tensors))
+        return sum(grant.received(layer) * self.cache.slot_bytes(layer) for layer in layers)
+
     def due(self, grant: Grant, chain: Chain) -> None:
         """Close a grant that the engine is about to rely on, and emit load.due.
 
@@ -610,6 +619,7 @@ class Oracle(Loads):
             local=grant.start,
             by_group=grant.missing_by_group(),
             early_reads=self.device.early_reads,
+            bytes=self._bytes(grant),
         )
         if missing and not reported:
             grant.due = event

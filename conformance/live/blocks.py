@@ -324,6 +324,7 @@ class BlockOracle:
             local=grant.start,
             by_group=[],
             early_reads=[],
+            bytes=None,
         )
         if missing and not reported:
             load.due = event

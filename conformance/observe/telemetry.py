@@ -158,6 +158,13 @@ class Metrics:
 
         return type(kind.__name__, (kind,), {"__init__": __init__})
 
+    def total(self, name: str) -> float | None:
+        """Return the value of a metric over all of its labels; None if there is none."""
+        names = (name, f"{name}_total")
+        samples = [sample for metric in self._registry.collect() for sample in metric.samples]
+        values = [sample.value for sample in samples if sample.name in names]
+        return sum(values) if values else None
+
     def observe(self, data: dict[str, Any]) -> None:
         """Show the metrics what the connector has sent. Raises what they raise."""
         if not self.exist:
@@ -197,6 +204,11 @@ class Telemetry:
         """The statistics that each half returned last."""
         self.metrics: Metrics | None = None
         """The connector's metrics; None before the first statistics."""
+        self.declared: Mapping[str, list[str]] = {}
+        """Names of the counters that the connector declares, by their meaning."""
+        self.logged: dict[str, float] = {}
+        """Totals of the numbers that the logger would print, by name."""
+        self.compared = False
         self.returned = self.filled = 0
         """How many statistics were returned, and how many of them were not empty."""
         self.first = not any(event["kind"] == "request.new" for event in trace.events)
@@ -326,6 +338,7 @@ class Telemetry:
         self.last[call.half] = stats
         self.returned += 1
         self.filled += not empty
+        self._log(_try(lambda: copy.deepcopy(stats).reduce())[0])
         merged, merge_problem = _try(lambda: _merge(copy.deepcopy(stats)))
         data, problem = _try(
             lambda: msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
@@ -350,6 +363,9 @@ class Telemetry:
 
     def _total(self, call: Call) -> None:
         """Record once, before the worker half is shut down, what came of the statistics."""
+        if call.half == "worker" and not self.compared:
+            self.compared = True
+            self._compare()
         if call.half != "worker" or not self.returned:
             return
         self.trace.emit(
@@ -361,6 +377,50 @@ class Telemetry:
             loaded=self._loads() if self._alone() else 0,
         )
         self.returned = 0
+
+    def _log(self, reduced: Any) -> None:
+        """Add up what the logger prints of the statistics of one step."""
+        for name, value in reduced.items() if isinstance(reduced, Mapping) else ():
+            if isinstance(value, Real):
+                self.logged[name] = self.logged.get(name, 0) + float(value)
+
+    def _compare(self) -> None:
+        """Compare the declared counters with what was seen of this engine's loads.
+
+        Only at the end of a run of one engine in which each granted load became due: only then is
+        all known that was loaded.
+        """
+        seen = self._seen() if self.declared and self._alone() else {}
+        for what, names in self.declared.items() if seen else ():
+            for name in names:
+                exported = self.metrics.total(name) if self.metrics else None
+                places = {"log": self.logged.get(name), "metrics": exported}
+                totals = {place: value for place, value in places.items() if value is not None}
+                for place, value in (totals or {"": 0.0}).items():
+                    self.trace.emit(
+                        "stats.compared",
+                        what=what,
+                        name=name,
+                        place=place,
+                        value=value,
+                        seen=seen[what],
+                    )
+
+    def _seen(self) -> dict[str, int]:
+        """Return what was granted and loaded, by meaning; empty if it is not known."""
+        grants = [e for e in self.trace.events if e["kind"] == "alloc" and e["external"] > 0]
+        dues = [e for e in self.trace.events if e["kind"] == "load.due"]
+        ends = [e for e in self.trace.events if e["kind"] == "run.end"]
+        is_over = bool(ends) and ends[-1]["quiesced"] and not ends[-1]["crashed"]
+        if not is_over or {e["transfer"] for e in grants} != {e["transfer"] for e in dues}:
+            return {}
+        loaded = [e["bytes"] for e in dues]
+        if None in loaded:
+            return {}
+        return {
+            "tokens_granted": sum(e["external"] for e in grants),
+            "bytes_loaded": sum(loaded),
+        }
 
     def _loads(self) -> int:
         """Return how many loads have written all that was granted."""

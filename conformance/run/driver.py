@@ -174,6 +174,8 @@ class Driver:
             forbidden.looked_up(request, event)
 
         engine.observer.on_lookup = looked_up
+        if not variant.case.config.multi:  # its statistics are those of all its connectors
+            engine.telemetry.declared = state.caps["metrics"]
         undisturbed = not takes_from_store(variant.case)
         for rank in engine.ranks.members:
             rank.cache.tolerance = tolerance(state.caps["lossy"])

@@ -6,6 +6,7 @@ It is an example for connector authors, and does not need vLLM. From the bottom 
 - `backend`: what a back end is: bytes by key. `memory`, `file`, `http`, `redis_server`, `s3`: the
   back ends. `urls` opens one by its URL.
 - `seal`: the header of a stored value, which shows damage and mistaken keys.
+- `codecs`: how the KV of a layer is stored: as it is, quantised, or quantised and entropy-coded.
 - `eviction`: which entry goes when a level is full. `holds`: which entries must stay.
 - `tiers`: levels of back ends, which are a back end together.
 - `chunks`: the store of a connector's rank: chunks of KV, layer by layer, over a back end.

@@ -12,12 +12,12 @@ class StoreError(Exception):
 
 
 class MissingPackage(ModuleNotFoundError):
-    """An optional package that a back end needs is not installed."""
+    """An optional package is not installed. `what` needs it, `extra` of kvconform installs it."""
 
-    def __init__(self, scheme: str, package: str) -> None:
+    def __init__(self, what: str, package: str, extra: str = "stores") -> None:
         super().__init__(
-            f"a store at {scheme}: needs the package {package}, which is not installed "
-            "(pip install 'kvconform[stores]')",
+            f"{what} needs the package {package}, which is not installed "
+            f"(pip install 'kvconform[{extra}]')",
             name=package,
         )
 

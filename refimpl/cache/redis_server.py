@@ -24,7 +24,7 @@ class RedisBackend:
             from redis.backoff import NoBackoff
             from redis.retry import Retry
         except ModuleNotFoundError:
-            raise MissingPackage("redis", "redis") from None
+            raise MissingPackage("a store at redis:", "redis") from None
         self._error = redis.RedisError
         self._server: Any = redis.Redis.from_url(
             url,

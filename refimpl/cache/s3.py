@@ -32,7 +32,7 @@ class S3Backend:
 
             session = _session()
         except ModuleNotFoundError:
-            raise MissingPackage("s3", "boto3") from None
+            raise MissingPackage("a store at s3:", "boto3") from None
         parts = urlsplit(url)
         self._bucket = parts.netloc
         self._prefix = parts.path.strip("/") + "/" if parts.path.strip("/") else ""

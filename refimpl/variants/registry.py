@@ -12,7 +12,8 @@ They cover, by section of systems.md:
 - C1: keys of chunks;
 - C2, C3: tiers, eviction and slow writes to a lower level (`tiers`, `behind`);
 - C4: transfers after the step (`fencing`, `threads`);
-- C7, C8: lossy serialisation, chunks that are not a prefix (`lossy`);
+- C7: codecs (`int8`, `int4`, `entropy-coded`);
+- C8: chunks that are not a prefix (`blending`);
 - C9: layers on streams, with few staging buffers (`STREAMED`, `staged`).
 """
 
@@ -85,8 +86,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "save-budget": (f"{HERE}.frugal:SaveBudget", {}),
     "expiring": (f"{HERE}.frugal:Expiring", {}),
     "one-group-only": (f"{HERE}.hybrid:OneGroupOnly", {}),
-    "quantising": (f"{HERE}.lossy:Quantising", {}),
-    "blending": (f"{HERE}.lossy:Blending", {}),
+    "int8": (
+        f"{HERE}.tiers:Tiered",
+        {"codec": "int8", "tiers": [{"url": "memory:", "chunks": 2}], "store_chunks": 12},
+    ),
+    "int4": (
+        "kvconform.refimpl.connector:ReferenceConnector",
+        {"codec": "int4", "layerwise": True, "chunk_tokens": 6, "whole_blocks": False},
+    ),
+    "entropy-coded": (
+        "kvconform.refimpl.connector:ReferenceConnector",
+        {"codec": "int4-zstd", "load": "async", "async_saves": True},
+    ),
+    "blending": (f"{HERE}.blending:Blending", {}),
     "consuming": (f"{HERE}.plain:Consuming", {}),
     "plain": (f"{HERE}.plain:Plain", {}),
     "zeros": (f"{HERE}.zeros:Zeros", {}),

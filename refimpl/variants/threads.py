@@ -66,7 +66,7 @@ class Threads(ReferenceConnector):
         for piece in save.pieces:
             for name, layer in self._layers.items():
                 data = read_slots(layer, piece.slots, self._share)
-                self._store.put(epoch, piece.key, name, data)
+                self._put(epoch, piece.key, name, data, len(piece.slots))
             self._store.commit(epoch, piece.key)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

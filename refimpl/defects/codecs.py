@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planted defects: codecs that lose more than the connector declares. Options: a `codec`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from kvconform.refimpl.cache.codecs import CODECS, Quantising
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.variants.tiers import Tiered
+
+
+class _OtherCodec(ReferenceConnector):
+    """Stores with a codec that is not the declared one."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._codec = self._other()
+
+    def _other(self) -> Quantising:
+        raise NotImplementedError
+
+
+class StoresFewerBits(_OtherCodec):
+    """Declares the error of the codec that is configured, and always stores 4 bits."""
+
+    def _other(self) -> Quantising:
+        return replace(CODECS["int4"])  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class _OneGrid(Quantising):
+    grids: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def _grid(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.grids.setdefault(rows.shape[1], super()._grid(rows))
+
+
+class ScaleOfAnotherBlock(_OtherCodec):
+    """Measures the columns of the first chunk, and quantises all others by them."""
+
+    def _other(self) -> Quantising:
+        return _OneGrid(8, 0.01)
+
+
+@dataclass(frozen=True)
+class _Narrow(Quantising):
+    def _grid(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        low, step = super()._grid(rows)
+        return low, step * 0.992
+
+
+class ClipsOutliers(_OtherCodec, Tiered):
+    """Clips the ends of every column: within its tolerance, but once more whenever it stores."""
+
+    def _other(self) -> Quantising:
+        return _Narrow(8, 0.01)

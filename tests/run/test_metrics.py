@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests that declared counters are compared with what was loaded, where that is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvconform.config.target import Target
+from kvconform.contract.capabilities import complete
+from kvconform.contract.case import Engine
+from kvconform.contract.loader import load_spec
+from kvconform.contract.trace import Event
+from kvconform.errors import UsageError
+from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.run.calibration import target_profile
+from kvconform.run.case import run_and_judge
+from kvconform.run.runner import run_variant
+
+SPEC = load_spec()
+
+
+class Misnames(ReferenceConnector):
+    """Declares a counter that it does not have."""
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        found = super().kvconform_capabilities(extra_config)
+        return {**found, "metrics": {"bytes_loaded": ["bytes"]}}
+
+
+def target_of(cls: type, **options: Any) -> Target:
+    return Target(f"{cls.__module__}:{cls.__name__}", {"store": "{tmp}/store", **options})
+
+
+def compared(case: str, engine: Engine, target: Target, tmp: Path) -> list[Event]:
+    profile = target_profile(target, tmp / "profile")
+    run = run_variant(
+        SPEC.cases[case].variants([engine])[0],
+        target,
+        seed=0,
+        tmp=tmp / "run",
+        relation="connector",
+        caps=profile.caps,
+        promises=profile.promises,
+    )
+    return [event for event in run.trace if event["kind"] == "stats.compared"]
+
+
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+@pytest.mark.parametrize("case", ["lifecycle.fail-recompute", "ranks.tensor"])
+def test_the_log_and_the_metrics_show_what_was_loaded(
+    case: str, engine: Engine, tmp_path: Path
+) -> None:
+    events = compared(case, engine, target_of(ReferenceConnector), tmp_path)
+    assert {(event["what"], event["place"]) for event in events} == {
+        ("bytes_loaded", "log"),
+        ("bytes_loaded", "metrics"),
+        ("tokens_granted", "log"),
+        ("tokens_granted", "metrics"),
+    }
+    assert all(event["value"] == event["seen"] > 0 for event in events)
+
+
+def test_an_aborted_load_leaves_the_total_unknown(tmp_path: Path) -> None:
+    target = target_of(ReferenceConnector, load="async", load_delay=3)
+    assert compared("lifecycle.abort-loading", "reference", target, tmp_path) == []
+
+
+def test_a_counter_that_does_not_exist_is_zero(tmp_path: Path) -> None:
+    report = run_and_judge(
+        SPEC.cases["lifecycle.local-and-external"].variants(["reference"])[0],
+        target_of(Misnames),
+        SPEC,
+        seed=0,
+        tmp=tmp_path,
+    )
+    [row] = [row for row in report.rows if row.verdict == "FAIL"]
+    assert row.requirement == "stats.true"
+    assert row.message.startswith(
+        "the connector counted 0 as bytes, and the bytes that loads wrote"
+    )
+
+
+@pytest.mark.parametrize("wrong", [["bytes"], {"hits": ["hits"]}, {"bytes_loaded": "bytes"}])
+def test_a_wrong_declaration_is_refused(wrong: Any) -> None:
+    with pytest.raises(UsageError, match="capability metrics .* must be a mapping of bytes_loaded"):
+        complete({"metrics": wrong})
