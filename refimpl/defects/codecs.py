@@ -28,7 +28,7 @@ class StoresFewerBits(_OtherCodec):
     """Declares the error of the codec that is configured, and always stores 4 bits."""
 
     def _other(self) -> Quantising:
-        return replace(CODECS["int4"])  # type: ignore[type-var]
+        return replace(CODECS["int4"])  # type: ignore[type-var, return-value]
 
 
 @dataclass(frozen=True)
