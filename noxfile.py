@@ -419,13 +419,12 @@ def kernels(session: nox.Session) -> None:
     if "kernels" not in env.done:
         noxenv.install_kernels(env, *KERNELS)
         env.mark("kernels", list(KERNELS))
-    env.run(
-        "-m",
-        "pytest",
-        "tests/kernels",
-        *session.posargs,
-        env={} if noxenv.has_gpu() else {"TRITON_INTERPRET": "1"},
-    )
+    if noxenv.has_gpu():
+        env.run("-m", "pytest", "tests/kernels", *session.posargs)
+    else:
+        processes = ("-n", str(min(4, os.cpu_count() or 1)))
+        interpreted: dict[str, str | None] = {"TRITON_INTERPRET": "1"}
+        env.run("-m", "pytest", *processes, "tests/kernels", *session.posargs, env=interpreted)
 
 
 @nox.session
