@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from importlib.resources.abc import Traversable
@@ -180,8 +180,9 @@ def load_spec(
 
 
 def _copy(spec: Spec) -> Spec:
-    """Return a specification whose containers are its own; the entries are immutable."""
-    return Spec(**{each.name: copy(getattr(spec, each.name)) for each in fields(spec)})
+    """Return a specification whose containers are its own; models are immutable."""
+    own = {each.name: copy(getattr(spec, each.name)) for each in fields(spec)}
+    return Spec(**{**own, "defects": deepcopy(spec.defects)})
 
 
 @lru_cache(maxsize=1)

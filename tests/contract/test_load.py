@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvconform.contract import yaml12
 from kvconform.contract.case import Case
-from kvconform.contract.loader import SpecError, load_spec, words
+from kvconform.contract.loader import SpecError, load_spec, place_and_sentence
 from kvconform.contract.profile import in_range, select
 from kvconform.contract.requirement import Requirement, version_key
 from kvconform.contract.steps import Embeds
@@ -536,7 +536,7 @@ def test_embeddings_in_parts() -> None:
 
 def test_a_field_in_the_wrong_place_is_told_in_the_words_of_a_case() -> None:
     def said(*loc: str | int, kind: str = "extra_forbidden") -> tuple[str, str]:
-        return words(Case, loc, kind, "is missing")
+        return place_and_sentence(Case, loc, kind, "is missing")
 
     assert said("config", "priority") == ("config.priority", "there is no such field here")
     path = ("steps", 0, "add", "add", "one", "prompt", "of")

@@ -158,6 +158,11 @@ FAULTS: dict[str, Faults] = {
         {"empty": True},
         [{"half": "scheduler"}, {"kept": True}, *({name: "TypeError: x"} for name in STATS)],
     ),
+    "stats.compared": Faults(
+        {"what": "bytes_loaded", "name": "bytes", "place": "log"},
+        {"value": 4096.0, "seen": 8192},
+        [{"what": "tokens_granted"}, {"name": "loaded"}, {"place": "metrics"}],
+    ),
     "handshake": Faults({}, {"detail": "TypeError"}, [{"none": True}]),
     "hold": Faults(
         {"req": "a", "direction": "send", "cause": "finish"},
