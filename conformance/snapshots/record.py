@@ -19,6 +19,7 @@ from kvconform.compat.vllm_api import hook_classes
 from kvconform.contract.case import Case, Variant
 from kvconform.contract.steps import forks
 from kvconform.errors import EnvironmentProblem
+from kvconform.judge.foreign import ForeignKV, foreign, sentence
 from kvconform.observe.call import Call
 from kvconform.run.calibration import in_its_role, target_profile
 from kvconform.run.runner import run_variant
@@ -116,7 +117,7 @@ def record(
     """Record one run, from an empty store; None if the case needs a capability that is missing.
 
     Writes below `tmp`. EncodeError for a value without a canonical form, EnvironmentProblem if the
-    harness failed.
+    harness failed, ForeignKV if the store holds KV of another run.
     """
     target = in_its_role(target)
     profile = target_profile(target, tmp.parent)
@@ -133,6 +134,9 @@ def record(
             promises=profile.promises,
             watcher=recorder,
         )
+    stored_before = foreign(run.trace)
+    if stored_before is not None:
+        raise ForeignKV(sentence(stored_before, target.extra_config))
     if recorder.error is not None:
         raise recorder.error
     if run.harness_error is not None:

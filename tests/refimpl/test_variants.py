@@ -52,7 +52,8 @@ MATTERS = {  # what is only different elsewhere
 def runs_of(name: str, whole: bool) -> list[Variant]:
     """Return some cases on all their engines and schedulings, or each on one of them in turn.
 
-    Of the other axes, only the last values are used.
+    The cases that matter for this variant run on both engines. Of the other axes, only the last
+    values are used.
     """
     found: list[Variant] = []
     first = list(VARIANTS).index(name)
@@ -61,7 +62,12 @@ def runs_of(name: str, whole: bool) -> list[Variant]:
         for variant in SPEC.cases[case].variants(["reference", "vllm"]):
             runs[variant.engine, variant.scheduling] = variant
         each = list(runs.values())
-        found += each if whole else [each[number % len(each)]]
+        if whole:
+            found += each
+        elif case in CASES:
+            found.append(each[number % len(each)])
+        else:
+            found += {variant.engine: variant for variant in each}.values()
     return found
 
 

@@ -14,6 +14,7 @@ import safetensors.numpy
 from kvconform.config.settings import load
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
+from kvconform.judge.foreign import ForeignKV
 from kvconform.snapshots.canonical import EncodeError
 from kvconform.snapshots.compare import differences, run_differences, tensor_differences
 from kvconform.snapshots.difference import Difference
@@ -30,14 +31,21 @@ REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 GOLDEN = ROOT / "fixtures" / "golden"
 
 
-def recorded(connector: str, tmp_path: Path) -> Recording:
+def recorded(connector: str, tmp_path: Path, store: str = "{tmp}") -> Recording:
     """The synchronous run of CASE."""
     [variant] = [v for v in cells(load_spec().cases[CASE], "reference") if v.scheduling == "sync"]
     found = record(
-        variant, Target(connector, {"store": "{tmp}"}), built_in(), seed=0, tmp=tmp_path / "run"
+        variant, Target(connector, {"store": store}), built_in(), seed=0, tmp=tmp_path / "run"
     )
     assert found is not None
     return found
+
+
+def test_kv_of_another_run_is_not_recorded(tmp_path: Path) -> None:
+    store = f"memory:{tmp_path}"
+    recorded(REFERENCE, tmp_path / "first", store)
+    with pytest.raises(ForeignKV, match="holds KV of an earlier run"):
+        recorded(REFERENCE, tmp_path / "second", store)
 
 
 @pytest.fixture(scope="module")
