@@ -10,7 +10,7 @@ import torch
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.faulty import Target, skipped
 from kvconform.refimpl.paging import write_slots
-from kvconform.refimpl.plan import Piece, Save
+from kvconform.refimpl.plan import Piece
 from kvconform.refimpl.variants.hybrid import HybridConnector
 
 REQUIRED_LAYOUT = Target("vllm.v1.attention.backends.utils:get_kv_connector_cache_layout")
@@ -80,8 +80,8 @@ class CountsLayers(ReferenceConnector):
     They are the same unless a layer of the model has no KV.
     """
 
-    def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
-        super()._save_layer(epoch, save, str(number_of(layer)), kv_layer)
+    def _put(self, epoch: int, key: str, layer: str, data: bytes, tokens: int) -> None:
+        self._store.put(epoch, key, str(number_of(layer)), data)
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         names = list(self._layers)
