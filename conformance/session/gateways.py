@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvconform.session import wire
 
 START_LIMIT = 600.0
 """Seconds that a warm process may take to import vLLM."""
+PATH = "PYTHONPATH"
 
 
 def start_limit() -> float:
@@ -43,17 +44,25 @@ def unfit(settings: Settings) -> str | None:
 
 
 def environment_of(settings: Settings) -> dict[str, str]:
-    """Return the environment in which the run's workers would import vLLM."""
-    return {**os.environ, **settings.env}
+    """Return the environment in which the run's workers would import vLLM.
+
+    PYTHONPATH is this process's: the settings are applied in a worker that has started already.
+    """
+    own = {name: value for name, value in settings.env.items() if name != PATH}
+    return {**os.environ, **own}
 
 
-def findable(environment: dict[str, str]) -> dict[str, str]:
-    """Return the environment with kvconform on PYTHONPATH: this process may know it otherwise."""
+def findable(environment: dict[str, str], path: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment with kvconform on PYTHONPATH: this process may know it otherwise.
+
+    `path`: directories that come first.
+    """
     import kvconform
 
     root = str(Path(kvconform.__path__[0]).parent)
-    known: list[Any] = [environment.get("PYTHONPATH")]
-    return {**environment, "PYTHONPATH": os.pathsep.join([*filter(None, known), root])}
+    first = [os.path.abspath(each) for each in path]  # "" is the working directory
+    known: list[Any] = [environment.get(PATH)]
+    return {**environment, PATH: os.pathsep.join([*first, *filter(None, known), root])}
 
 
 class ForkedIO(Popen2IO):
@@ -129,7 +138,8 @@ def forked_workers(channel: Callable[[], socket.socket]) -> Iterator[None]:
 def private_server(settings: Settings, log: Path) -> Iterator[socket.socket]:
     """Start a process that imports vLLM, and yield a channel to it; end it afterwards.
 
-    It imports in the background: the first worker is waited for. Its output goes to `log`.
+    It finds the vLLM that this process would import. It imports in the background: the first worker
+    is waited for. Its output goes to `log`.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     ours, theirs = socket.socketpair()
@@ -140,7 +150,7 @@ def private_server(settings: Settings, log: Path) -> Iterator[socket.socket]:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=findable(environment_of(settings)),
+                env=findable(environment_of(settings), sys.path),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

@@ -126,6 +126,24 @@ def test_create_io_is_restored() -> None:
     assert gateway_io.create_io is before
 
 
+def test_a_process_finds_the_vllm_that_its_controller_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "set"):
+        (tmp_path / name / "vllm").mkdir(parents=True)
+        stand_in = f"raise SystemExit('the vLLM that is {name}')"
+        (tmp_path / name / "vllm" / "__init__.py").write_text(stand_in)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as with `python -m`
+    log = tmp_path / "imports.log"
+    settings = Settings(env={"PYTHONPATH": str(tmp_path / "set")})
+    before = set(psutil.Process().children())
+    with gateways.private_server(settings, log):
+        (process,) = {*psutil.Process().children()} - before
+        process.wait(120)
+    assert log.read_text() == "the vLLM that is here\n"
+
+
 def test_a_process_that_is_still_importing_ends_at_once(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "imports.log"
     before = set(psutil.Process().children())
