@@ -47,13 +47,24 @@ channel.send({
 """
 
 
+FULL_ONCE = """
+import errno, os
+fork = os.fork
+def full():
+    os.fork = fork
+    raise OSError(errno.EAGAIN, "no room for another process")
+os.fork = full
+"""
+"""Has the first fork fail."""
+
+
 @contextlib.contextmanager
-def cold_process() -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
-    """Yield a channel to a process that forks workers."""
+def cold_process(before: str = "") -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
+    """Yield a channel to a process that runs the code `before`, and then forks workers."""
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            command = [sys.executable, "-c", COLD, str(theirs.fileno())]
+            command = [sys.executable, "-c", before + COLD, str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         try:
             yield ours, process
@@ -108,6 +119,14 @@ def test_a_worker_that_dies_is_noticed_and_replaced() -> None:
         assert gateway._io.wait() == -signal.SIGKILL
         gateway._io.kill()  # of a process that has ended: nothing
         assert facts(group)[1]["parent"] == process.pid
+
+
+def test_a_fork_that_fails_is_reported_and_the_process_goes_on() -> None:
+    with cold_process(FULL_ONCE) as (channel, process):
+        with pytest.raises(EOFError):
+            gateways.ForkedIO(channel, None)
+        with workers(channel) as group:
+            assert facts(group)[1]["parent"] == process.pid
 
 
 def test_without_the_process_workers_are_interpreters() -> None:
