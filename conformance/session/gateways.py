@@ -27,7 +27,7 @@ PATH = "PYTHONPATH"
 
 def start_limit() -> float:
     """Return the seconds that a warm process may take to import vLLM."""
-    return 2 * float(os.environ.get(START_SECONDS) or START_LIMIT)
+    return float(os.environ.get(START_SECONDS) or START_LIMIT)
 
 
 def unfit(settings: Settings) -> str | None:
@@ -110,19 +110,23 @@ class ForkedIO(Popen2IO):
 
 @contextlib.contextmanager
 def forked_workers(channel: Callable[[], socket.socket]) -> Iterator[None]:
-    """Have this process get its workers through a channel, or, if that fails, new interpreters.
+    """Have this process get its workers through a channel, or, once that fails, new interpreters.
 
-    `channel` is called for each worker.
+    `channel` is called for each worker until one fails: a process that has ended stays so, and one
+    that takes too long to import vLLM is waited for once.
     """
     from xdist import plugin, workermanage
 
     before = gateway_io.create_io
+    has_failed = False
 
     def create_io(spec: Any, execmodel: Any) -> Any:
-        if spec.popen:
-            # Otherwise a new interpreter says what is wrong with the import of vLLM.
-            with contextlib.suppress(OSError, EOFError):
+        nonlocal has_failed
+        if spec.popen and not has_failed:
+            try:
                 return ForkedIO(channel(), execmodel)
+            except (OSError, EOFError):
+                has_failed = True  # a new interpreter says what is wrong with the import of vLLM
         return before(spec, execmodel)
 
     # xdist gives its workers the import path of the moment in which it was imported itself.

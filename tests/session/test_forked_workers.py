@@ -20,6 +20,7 @@ from execnet import gateway_io
 
 import warm_rig
 from kvconform.config.settings import Settings
+from kvconform.process.watchdog import START_SECONDS
 from kvconform.session import gateways
 from program_rig import kvconform
 
@@ -135,6 +136,24 @@ def test_without_the_process_workers_are_interpreters() -> None:
         process.wait()
         with workers(channel) as group:
             assert facts(group)[1]["parent"] == os.getpid()
+
+
+def test_a_process_that_takes_too_long_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(START_SECONDS, "0.2")
+    asked: list[socket.socket] = []
+    ours, theirs = socket.socketpair()  # nobody answers at the other end
+
+    def channel() -> socket.socket:
+        asked.append(ours)
+        return ours
+
+    group = execnet.Group(execmodel="main_thread_only")
+    with ours, theirs, gateways.forked_workers(channel):
+        try:
+            assert [facts(group)[1]["parent"] for _ in range(2)] == [os.getpid()] * 2
+        finally:
+            group.terminate(timeout=5)
+    assert len(asked) == 1
 
 
 def test_create_io_is_restored() -> None:
