@@ -17,6 +17,7 @@ from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
 
 from kvconform.config.settings import Settings
+from kvconform.process.server import has_placeholder
 from kvconform.process.watchdog import START_SECONDS
 from kvconform.session import wire
 
@@ -47,8 +48,13 @@ def environment_of(settings: Settings) -> dict[str, str]:
     """Return the environment in which the run's workers would import vLLM.
 
     PYTHONPATH is this process's: the settings are applied in a worker that has started already.
+    Values with a placeholder are left out, because each worker fills it in by itself.
     """
-    own = {name: value for name, value in settings.env.items() if name != PATH}
+    own = {
+        name: value
+        for name, value in settings.env.items()
+        if name != PATH and not has_placeholder(value)
+    }
     return {**os.environ, **own}
 
 

@@ -22,6 +22,7 @@ import warm_rig
 from kvconform.config.settings import Settings
 from kvconform.process.watchdog import START_SECONDS
 from kvconform.session import gateways
+from kvconform.session.gateways import PATH
 from program_rig import kvconform
 
 COLD = """
@@ -180,6 +181,13 @@ def test_a_process_finds_the_vllm_that_its_controller_finds(
         (process,) = {*psutil.Process().children()} - before
         process.wait(120)
     assert log.read_text() == "the vLLM that is here\n"
+
+
+def test_only_filled_values_are_there_during_the_imports() -> None:
+    env = {"A": "b{c}", "B": "x{port:store}", "C": "{python}", "D": "{server_tmp}/d", PATH: "/e"}
+    found = gateways.environment_of(Settings(env=env))
+    assert {name: found[name] for name in env if name in found and name != PATH} == {"A": "b{c}"}
+    assert found.get(PATH) == os.environ.get(PATH)
 
 
 def test_a_process_that_is_still_importing_ends_at_once(tmp_path: Path) -> None:
