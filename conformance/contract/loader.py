@@ -164,8 +164,8 @@ def load_spec(
 
     `root` defaults to the specification of this distribution, which is read once in a process (and
     those that it forks) until a file changes. `cache` is for another root: whether to use the cache
-    of parsed files. `live`: for engine live, whose cases are the
-    scenarios. Raises SpecError, and UsageError for a case's file that cannot be read.
+    of parsed files. `live`: for engine live, whose cases are the scenarios. Raises SpecError, and
+    UsageError for a case's file that cannot be read.
     """
     if root is None:
         spec = _copy(_installed(_state(importlib.resources.files("kvconform.spec"))))

@@ -20,6 +20,8 @@ from kvconform.errors import EnvironmentProblem
 
 PORT = re.compile(r"\{port:([a-z][a-z0-9-]*)\}")
 """Placeholder for a free TCP port of this machine; within a process a name stands for one port."""
+WORDS = ("python", "server_tmp")
+"""The other placeholders, each in braces."""
 
 POLL = 0.05
 """Seconds between two attempts to reach a server that is starting."""
@@ -99,6 +101,11 @@ def port_names(value: Any) -> set[str]:
     if isinstance(value, (list, tuple)):
         return set().union(*(port_names(item) for item in value))
     return set()
+
+
+def has_placeholder(text: str) -> bool:
+    """Return whether a string contains `{port:NAME}`, `{python}` or `{server_tmp}`."""
+    return bool(port_names(text)) or any("{" + word + "}" in text for word in WORDS)
 
 
 def filled(value: Any, ports: dict[str, int], words: dict[str, str]) -> Any:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from kvconform.errors import EnvironmentProblem
-from kvconform.process.server import Server, ServerSpec, filled, port_names
+from kvconform.process.server import WORDS, Server, ServerSpec, filled, port_names
 
 RANGE = range(20_000, 32_000)
 """Ports below those that systems assign to clients, so no connection takes one before its use."""
@@ -165,9 +165,8 @@ class Servers:
 
     def fill(self, value: Any) -> Any:
         """Return the value with `{port:NAME}`, `{python}` and `{server_tmp}` filled in."""
-        return filled(
-            value, self.ports.numbers, {"python": sys.executable, "server_tmp": str(self.tmp)}
-        )
+        meanings = (sys.executable, str(self.tmp))
+        return filled(value, self.ports.numbers, dict(zip(WORDS, meanings, strict=True)))
 
     def settle(self, settings: SettingsT) -> SettingsT:
         """Return the settings for this process: placeholders in extra_config and env are filled."""

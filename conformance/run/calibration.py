@@ -8,17 +8,19 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import CAPABILITIES, complete
 from kvconform.contract.case import Case, Variant
 from kvconform.files import replace as write
 from kvconform.judge.aggregate import contradicted
+from kvconform.process import clock
 from kvconform.run.isolation import ElsewhereError
 from kvconform.run.promises import MEASURED, ROOM, Crowd, Plain, Promises, plain_case
 from kvconform.run.runner import run_variant
@@ -93,8 +95,8 @@ class Calibration:
     def _found(self, plain: Plain, block_size: int) -> _Measured:
         """Return what another worker has measured, or measure it for all of them.
 
-        A worker waits for another one that is measuring the same. A run that broke off is not
-        shared: perhaps the machine was busy.
+        A worker waits for another one that is measuring the same, but not longer than `PATIENCE`. A
+        run that broke off is not shared: perhaps the machine was busy.
         """
         key = repr((_identity(self.target), plain, block_size))
         digest = hashlib.sha256(key.encode()).hexdigest()
@@ -103,10 +105,13 @@ class Calibration:
         if self._shared is None:
             return self._measure(plain, block_size, seed)
         path = self._shared / f"{digest}.json"
+        known = _read(path)
+        if known is not None:
+            return known
         with _locked(path.with_suffix(".lock")):
-            if path.exists():
-                claim, failed = json.loads(path.read_text(encoding="utf-8"))
-                return _Measured((claim[0], claim[1]), None, failed)
+            known = _read(path)
+            if known is not None:
+                return known
             found = self._measure(plain, block_size, seed)
             if found.broke is None:
                 write(path, json.dumps([found.claim, found.failed]))
@@ -133,17 +138,46 @@ class Calibration:
         return _Measured(claim, broke, failed)
 
 
+PATIENCE = 60.0
+"""Seconds that a worker waits for another one that measures the same.
+
+Then it measures, too: a process that a connector forked keeps the lock of a worker that was killed.
+"""
+
+
+def _read(path: Path) -> _Measured | None:
+    """Return what a worker has measured and shared, if it has."""
+    if not path.exists():
+        return None
+    claim, failed = json.loads(path.read_text(encoding="utf-8"))
+    return _Measured((claim[0], claim[1]), None, failed)
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file; it and its folder are made if they do not exist."""
+    """Hold the lock of a file, or after `PATIENCE` seconds go on without it.
+
+    The file and its folder are made if they do not exist.
+    """
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        until = clock.monotonic() + PATIENCE
+        while not _lock(file) and clock.monotonic() < until:
+            time.sleep(0.05)
         try:
             yield
         finally:
             # A process that the connector has forked meanwhile has the file open, too.
             fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _lock(file: IO[str]) -> bool:
+    """Lock a file, unless another process has locked it. Return whether it is locked now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def profile_of(target: Target, tmp: Path) -> Profile:

@@ -46,7 +46,8 @@ LIMIT = 120.0
 HOOKS = 6
 """Time limit of a run in a fresh interpreter: LIMIT seconds, or HOOKS hooks at their limit.
 
-The larger one applies. It is less than the limit of a case (watchdog.case_limit).
+The larger one applies. One such run ends before the limit of its case (watchdog.case_limit). If a
+case makes several, they share that limit, and it may come first.
 """
 
 

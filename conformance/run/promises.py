@@ -239,8 +239,8 @@ class Promises:
         `source` has computed `final` positions of this content, from the prompt `prompt`. `groups`,
         `window`, `caching`, `room` and `layout` are as in `Plain`: a connector may behave
         differently with several groups or in a layout, need a prefix cache, or save only what is
-        about to be evicted. `found` tokens are: no plain run is needed to say whether these are
-        enough if they are all that could be promised.
+        about to be evicted. `found`: tokens that came back. If they are all that could be promised,
+        no plain run is made.
         """
         saves = self.caps["saves"]
         if final is None or saves == "none" or not self.caps["store"]:

@@ -47,9 +47,10 @@ def make_runs(
 ) -> Runs:
     """Make the run of a variant and the runs that it is compared with, below `tmp`.
 
-    `plain` caches baseline runs of the same variant and seed; new ones are added to it. ForeignKV
-    if the store holds KV of other runs, and not only the memory of this process does: a run that
-    loaded such KV is repeated in a fresh interpreter.
+    `plain` caches baseline runs of the same variant and seed; new ones are added to it.
+
+    A run that loaded KV of other runs is repeated in a fresh interpreter, because the memory of
+    this process may have held it. ForeignKV if such KV comes back there, too: the store holds it.
     """
     profile = target_profile(target, tmp.parent)
     missing = variant.case.unmet(profile.caps)
@@ -72,7 +73,7 @@ def make_runs(
         event = foreign(made.trace)
         if event is None:
             return made
-        if afresh:
+        if afresh or relation == "hash-seed":  # that run has an interpreter of its own
             raise ForeignKV(sentence(event, target.extra_config))
         return run(relation, f"{folder}-afresh", afresh=True)
 

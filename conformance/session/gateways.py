@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,18 @@ from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
 
 from kvconform.config.settings import Settings
+from kvconform.process.server import has_placeholder
 from kvconform.process.watchdog import START_SECONDS
 from kvconform.session import wire
 
 START_LIMIT = 600.0
 """Seconds that a warm process may take to import vLLM."""
+PATH = "PYTHONPATH"
 
 
 def start_limit() -> float:
     """Return the seconds that a warm process may take to import vLLM."""
-    return 2 * float(os.environ.get(START_SECONDS) or START_LIMIT)
+    return float(os.environ.get(START_SECONDS) or START_LIMIT)
 
 
 def unfit(settings: Settings) -> str | None:
@@ -43,17 +45,30 @@ def unfit(settings: Settings) -> str | None:
 
 
 def environment_of(settings: Settings) -> dict[str, str]:
-    """Return the environment in which the run's workers would import vLLM."""
-    return {**os.environ, **settings.env}
+    """Return the environment in which the run's workers would import vLLM.
+
+    PYTHONPATH is this process's: the settings are applied in a worker that has started already.
+    Values with a placeholder are left out, because each worker fills it in by itself.
+    """
+    own = {
+        name: value
+        for name, value in settings.env.items()
+        if name != PATH and not has_placeholder(value)
+    }
+    return {**os.environ, **own}
 
 
-def findable(environment: dict[str, str]) -> dict[str, str]:
-    """Return the environment with kvconform on PYTHONPATH: this process may know it otherwise."""
+def findable(environment: dict[str, str], path: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment with kvconform on PYTHONPATH: this process may know it otherwise.
+
+    `path`: directories that come first.
+    """
     import kvconform
 
     root = str(Path(kvconform.__path__[0]).parent)
-    known: list[Any] = [environment.get("PYTHONPATH")]
-    return {**environment, "PYTHONPATH": os.pathsep.join([*filter(None, known), root])}
+    first = [os.path.abspath(each) for each in path]  # "" is the working directory
+    known: list[Any] = [environment.get(PATH)]
+    return {**environment, PATH: os.pathsep.join([*first, *filter(None, known), root])}
 
 
 class ForkedIO(Popen2IO):
@@ -101,19 +116,23 @@ class ForkedIO(Popen2IO):
 
 @contextlib.contextmanager
 def forked_workers(channel: Callable[[], socket.socket]) -> Iterator[None]:
-    """Have this process get its workers through a channel, or, if that fails, new interpreters.
+    """Have this process get its workers through a channel, or, once that fails, new interpreters.
 
-    `channel` is called for each worker.
+    `channel` is called for each worker until one fails: a process that has ended stays so, and one
+    that takes too long to import vLLM is waited for once.
     """
     from xdist import plugin, workermanage
 
     before = gateway_io.create_io
+    has_failed = False
 
     def create_io(spec: Any, execmodel: Any) -> Any:
-        if spec.popen:
-            # Otherwise a new interpreter says what is wrong with the import of vLLM.
-            with contextlib.suppress(OSError, EOFError):
+        nonlocal has_failed
+        if spec.popen and not has_failed:
+            try:
                 return ForkedIO(channel(), execmodel)
+            except (OSError, EOFError):
+                has_failed = True  # a new interpreter says what is wrong with the import of vLLM
         return before(spec, execmodel)
 
     # xdist gives its workers the import path of the moment in which it was imported itself.
@@ -129,7 +148,8 @@ def forked_workers(channel: Callable[[], socket.socket]) -> Iterator[None]:
 def private_server(settings: Settings, log: Path) -> Iterator[socket.socket]:
     """Start a process that imports vLLM, and yield a channel to it; end it afterwards.
 
-    It imports in the background: the first worker is waited for. Its output goes to `log`.
+    It finds the vLLM that this process would import. It imports in the background: the first worker
+    is waited for. Its output goes to `log`.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     ours, theirs = socket.socketpair()
@@ -140,7 +160,7 @@ def private_server(settings: Settings, log: Path) -> Iterator[socket.socket]:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=findable(environment_of(settings)),
+                env=findable(environment_of(settings), sys.path),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

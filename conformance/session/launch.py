@@ -131,7 +131,8 @@ def _source_of_workers(controller: Controller, channel: socket.socket | None) ->
             log = controller.folder / "logs" / "imports.log"
             server = functools.cache(lambda: stack.enter_context(private_server(settings, log)))
             if not settings.setup:  # the commands may install something that vLLM imports
-                server()
+                with contextlib.suppress(OSError):  # then the workers are new interpreters
+                    server()
             with forked_workers(server):
                 yield
 

@@ -102,7 +102,7 @@ class Warm:
         """Note that there was a request, or that a forked process has ended."""
 
     def _ordered(self, channel: socket.socket) -> None:
-        """Fork a worker for the controller at a channel."""
+        """Fork a worker for the controller at a channel; if that fails, close its descriptors."""
         fds: list[int] = []
         try:
             message, fds = wire.receive(channel)
@@ -113,18 +113,26 @@ class Warm:
             channel.close()
             return
         connection = socket.socket(fileno=reply)
-        pid = self.fork(lambda: work(message, streams, self.environment), connection)
-        for fd in streams:
-            os.close(fd)
-        with contextlib.suppress(OSError):
-            wire.send(connection, {"pid": pid})
+        try:
+            pid = self.fork(lambda: work(message, streams, self.environment), connection)
+        except OSError:
+            connection.close()
+        else:
+            with contextlib.suppress(OSError):
+                wire.send(connection, {"pid": pid})
+        finally:
+            for fd in streams:
+                os.close(fd)
         self.used()
 
     def fork(self, body: Callable[[], None], connection: socket.socket | None = None) -> int:
         """Run `body` in a forked process, and return the process's id.
 
-        `connection` gets the exit status, and is closed then.
+        `connection` gets the exit status, and is closed then. OSError if the system has no room for
+        another process.
         """
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # otherwise the forked process would write it again
         pid = os.fork()
         if pid:
             self._children[pid] = connection

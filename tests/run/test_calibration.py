@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -87,3 +88,18 @@ def test_workers_that_begin_together_measure_once(
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda each: each.came_back(PLAIN, 4), workers))
     assert answers == [(8, False), (8, False)] and len(begun) == 1
+
+
+def test_a_lock_that_nobody_releases_is_not_waited_for(
+    tmp_path: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Calibration(target(), tmp_path / "1").came_back(PLAIN, 4)
+    (shared,) = (tmp_path / "measured").glob("*.json")
+    with shared.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as a process that was forked while its parent measured
+        assert Calibration(target(), tmp_path / "2").came_back(PLAIN, 4) == first
+        shared.unlink()
+        monkeypatch.setattr(calibration, "PATIENCE", 0.3)
+        began = time.monotonic()
+        assert Calibration(target(), tmp_path / "3").came_back(PLAIN, 4) == first
+        assert time.monotonic() - began >= 0.3 and len(runs) == 2

@@ -20,7 +20,9 @@ from execnet import gateway_io
 
 import warm_rig
 from kvconform.config.settings import Settings
+from kvconform.process.watchdog import START_SECONDS
 from kvconform.session import gateways
+from kvconform.session.gateways import PATH
 from program_rig import kvconform
 
 COLD = """
@@ -47,13 +49,24 @@ channel.send({
 """
 
 
+FULL_ONCE = """
+import errno, os
+fork = os.fork
+def full():
+    os.fork = fork
+    raise OSError(errno.EAGAIN, "no room for another process")
+os.fork = full
+"""
+"""Has the first fork fail."""
+
+
 @contextlib.contextmanager
-def cold_process() -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
-    """Yield a channel to a process that forks workers."""
+def cold_process(before: str = "") -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
+    """Yield a channel to a process that runs the code `before`, and then forks workers."""
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            command = [sys.executable, "-c", COLD, str(theirs.fileno())]
+            command = [sys.executable, "-c", before + COLD, str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         try:
             yield ours, process
@@ -110,6 +123,14 @@ def test_a_worker_that_dies_is_noticed_and_replaced() -> None:
         assert facts(group)[1]["parent"] == process.pid
 
 
+def test_a_fork_that_fails_is_reported_and_the_process_goes_on() -> None:
+    with cold_process(FULL_ONCE) as (channel, process):
+        with pytest.raises(EOFError):
+            gateways.ForkedIO(channel, None)
+        with workers(channel) as group:
+            assert facts(group)[1]["parent"] == process.pid
+
+
 def test_without_the_process_workers_are_interpreters() -> None:
     with cold_process() as (channel, process):
         process.kill()
@@ -118,12 +139,55 @@ def test_without_the_process_workers_are_interpreters() -> None:
             assert facts(group)[1]["parent"] == os.getpid()
 
 
+def test_a_process_that_takes_too_long_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(START_SECONDS, "0.2")
+    asked: list[socket.socket] = []
+    ours, theirs = socket.socketpair()  # nobody answers at the other end
+
+    def channel() -> socket.socket:
+        asked.append(ours)
+        return ours
+
+    group = execnet.Group(execmodel="main_thread_only")
+    with ours, theirs, gateways.forked_workers(channel):
+        try:
+            assert [facts(group)[1]["parent"] for _ in range(2)] == [os.getpid()] * 2
+        finally:
+            group.terminate(timeout=5)
+    assert len(asked) == 1
+
+
 def test_create_io_is_restored() -> None:
     before = gateway_io.create_io
     ours, theirs = socket.socketpair()
     with ours, theirs, gateways.forked_workers(lambda: ours):
         assert gateway_io.create_io is not before
     assert gateway_io.create_io is before
+
+
+def test_a_process_finds_the_vllm_that_its_controller_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "set"):
+        (tmp_path / name / "vllm").mkdir(parents=True)
+        stand_in = f"raise SystemExit('the vLLM that is {name}')"
+        (tmp_path / name / "vllm" / "__init__.py").write_text(stand_in)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as with `python -m`
+    log = tmp_path / "imports.log"
+    settings = Settings(env={"PYTHONPATH": str(tmp_path / "set")})
+    before = set(psutil.Process().children())
+    with gateways.private_server(settings, log):
+        (process,) = {*psutil.Process().children()} - before
+        process.wait(120)
+    assert log.read_text() == "the vLLM that is here\n"
+
+
+def test_only_filled_values_are_there_during_the_imports() -> None:
+    env = {"A": "b{c}", "B": "x{port:store}", "C": "{python}", "D": "{server_tmp}/d", PATH: "/e"}
+    found = gateways.environment_of(Settings(env=env))
+    assert {name: found[name] for name in env if name in found and name != PATH} == {"A": "b{c}"}
+    assert found.get(PATH) == os.environ.get(PATH)
 
 
 def test_a_process_that_is_still_importing_ends_at_once(tmp_path: Path) -> None:
