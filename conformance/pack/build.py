@@ -32,6 +32,8 @@ class Parts(NamedTuple):
 
     imported: list[str]
     """Distributions that vLLM imports when kvconform drives it."""
+    left_out: list[str]
+    """Distributions that others require and nothing imports."""
     stand_ins: dict[str, str]
     """Modules that are stood in for, with the distribution that has each."""
     there: dict[str, str]
@@ -80,8 +82,8 @@ def build(
         chosen = [wheels.own(new), wheels.strip(whole, new)]
         absent = lacking(found, [*chosen, *found], have, target)
         for part in absent:
-            if part.name not in rules.there:
-                chosen.append(part._replace(path=Path(shutil.move(part.path, new))))
+            if part.name not in {*rules.there, *rules.left_out}:
+                chosen.append(wheels.copy(part, new))
         manifest = {
             "kvconform": chosen[0].version,
             "vllm": whole.version,
@@ -129,8 +131,12 @@ def requirements(vllm: Part, rules: Parts, target: Target) -> list[str]:
         for each in vllm.requires
         if canonicalize_name(each.name) in rules.imported and applies(each, target)
     ]
-    ours = [Requirement(each) for each in importlib.metadata.requires("kvconform") or ()]
-    return [plain(each) for each in (*ours, *theirs) if applies(each, target)]
+    return [plain(each) for each in (*ours(), *theirs) if applies(each, target)]
+
+
+def ours() -> list[Requirement]:
+    """Return what kvconform requires, extras included."""
+    return [Requirement(each) for each in importlib.metadata.requires("kvconform") or ()]
 
 
 def plain(requirement: Requirement) -> str:

@@ -58,9 +58,13 @@ def main(pack: Path, words: list[str]) -> None:
 
 def said(site: Path) -> str:
     """Return what a person does with an unpacked pack, and what it has only the names of."""
-    names = [path.parent.name for path in site.glob("*/__init__.py") if is_stand_in(path)]
-    missing = ", ".join(sorted(names)) or "none"
-    return f"export PYTHONPATH={shlex.quote(str(site))}\n# stand-ins: {missing}"
+    names = ", ".join(stand_ins(site)) or "none"
+    return f"export PYTHONPATH={shlex.quote(str(site))}\n# stand-ins: {names}"
+
+
+def stand_ins(site: Path) -> list[str]:
+    """Return the packages of `site` that are stand-ins, sorted."""
+    return sorted(path.parent.name for path in site.glob("*/__init__.py") if is_stand_in(path))
 
 
 def is_stand_in(path: Path) -> bool:

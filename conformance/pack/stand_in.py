@@ -91,8 +91,3 @@ def used(error: BaseException) -> StandInUsed | None:
             return seen
         seen = seen.__cause__ or seen.__context__
     return None
-
-
-def installed() -> list[str]:
-    """Return the packages for which this Python has only stand-ins, sorted."""
-    return sorted(_FINDER.roots)

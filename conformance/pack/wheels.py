@@ -63,6 +63,15 @@ def strip(part: Part, folder: Path) -> Part:
         )
 
 
+def copy(part: Part, folder: Path) -> Part:
+    """Write a wheel with the same content, compressed as far as zipfile can, to `folder`."""
+    path = folder / part.path.name
+    with zipfile.ZipFile(part.path) as archive, _archive(path) as new:
+        for name in archive.namelist():
+            new.writestr(name, archive.read(name))
+    return part._replace(path=path)
+
+
 def own(folder: Path) -> Part:
     """Write kvconform's wheel, from the files that this process imports, to `folder`."""
     found = importlib.metadata.distribution("kvconform")
@@ -97,7 +106,7 @@ def write(folder: Path, name: str, version: str, entries: Iterable[tuple[str, by
     wheel = "Wheel-Version: 1.0\nGenerator: kvconform\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     record = f"{stem}.dist-info/RECORD"
     lines = [f"{record},,"]
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+    with _archive(path) as archive:
         for inside, data in entries:
             if inside == f"{stem}.dist-info/WHEEL":
                 continue
@@ -107,6 +116,11 @@ def write(folder: Path, name: str, version: str, entries: Iterable[tuple[str, by
         lines.append(_line(f"{stem}.dist-info/WHEEL", wheel.encode("utf-8")))
         archive.writestr(record, "\n".join(lines) + "\n")
     return path
+
+
+def _archive(path: Path) -> zipfile.ZipFile:
+    """Open a new wheel. LZMA makes a pack a fifth smaller than DEFLATE; pip reads both."""
+    return zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA)
 
 
 def _line(inside: str, data: bytes) -> str:
