@@ -32,7 +32,7 @@ class Target(NamedTuple):
     def options(self, *, any_glibc: bool = False) -> list[str]:
         """Return pip's options for wheels that run there.
 
-        pip takes a tag literally, so older ones are named, too; with `any_glibc` newer ones as well.
+        pip takes a tag literally, so older ones are named, with `any_glibc` also newer ones.
         """
         glibc, machine = self.parts()
         newest = NEWEST_GLIBC if any_glibc else glibc
