@@ -37,7 +37,18 @@ class _Name(type):
 
 def named(owner: str, name: str) -> type:
     """Return the stand-in for `name` of the module or class `owner`."""
-    return _Name(name, (), {"__module__": owner, "__qualname__": name})
+    schema = classmethod(_any)  # for fields of pydantic's models
+    return _Name(
+        name,
+        (),
+        {"__module__": owner, "__qualname__": name, "__get_pydantic_core_schema__": schema},
+    )
+
+
+def _any(cls: type, *_: Any) -> Any:
+    from pydantic_core import core_schema
+
+    return core_schema.any_schema()
 
 
 class _Module(ModuleType):
