@@ -159,10 +159,12 @@ def test_a_pack_runs_where_only_torch_is(index: str, tmp_path: Path) -> None:
     assert unpacked.notes(site)[0].endswith("stand-ins: kvconform_none")
     code = f"""import sys; sys.path.insert(0, {str(site)!r})
 from kvconform_none.deep import Thing
-class Mine(Thing): pass
+class Mine(Thing): made = Thing(1)
+constant = Thing.Inner(2)
 def f(x: Thing.Inner | None = None, y: Thing[int] = None) -> None: pass
+def g(): Thing(1)
 try:
-    Thing(1)
+    g()
 except RuntimeError as error:
     print(error)
 """
