@@ -87,8 +87,8 @@ def unpack(pack: Path, site: Path | None = None) -> Path:
         return site
     manifest = json.loads(text)
     check(manifest)
+    new = site.with_name(f".{site.name}.{os.getpid()}.new")
     try:
-        new = site.with_name(f".{site.name}.{os.getpid()}.new")
         for wheel in sorted(pack.glob("*.whl")):
             extract(wheel, new)
         for module in manifest["stand_ins"]:

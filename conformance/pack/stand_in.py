@@ -41,7 +41,7 @@ class _Name(type):
 
 def named(owner: str, name: str) -> type:
     """Return the stand-in for `name` of the module or class `owner`."""
-    schema = classmethod(_any)  # for fields of pydantic's models
+    schema: Any = classmethod(_any)  # for fields of pydantic's models
     return _Name(
         name,
         (),
