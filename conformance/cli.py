@@ -20,6 +20,7 @@ from kvconform.compat import installed
 from kvconform.errors import EnvironmentProblem, KvconformError
 from kvconform.explore.cli import explore
 from kvconform.init.command import command as init
+from kvconform.pack.command import pack, unpack
 from kvconform.report.ci.command import command as ci
 from kvconform.report.compare.command import command as compare
 from kvconform.snapshots.command import app as snapshot
@@ -263,6 +264,8 @@ app.command()(explore)
 app.command(name="compare")(compare)
 app.command(name="ci")(ci)
 app.command(name="init")(init)
+app.command()(pack)
+app.command()(unpack)
 
 
 @app.command()

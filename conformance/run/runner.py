@@ -28,6 +28,7 @@ from kvconform.kernels.codes import CodeBook
 from kvconform.kv import gpu
 from kvconform.kv.provenance import Registry
 from kvconform.observe.probe import Patch, Probe
+from kvconform.pack import stand_in
 from kvconform.process import clock
 from kvconform.process.servers import clear_all
 from kvconform.process.watchdog import HookTimeout
@@ -215,7 +216,9 @@ def _drive(
     except FirstPartEnded as ended:
         run.harness_error = ended.harness_error
     except (Exception, HookTimeout, SystemExit) as error:
-        if driver is None and (asked := settings_of(case)):
+        if (stood_in := stand_in.used(error)) is not None:
+            run.lacks = str(stood_in)
+        elif driver is None and (asked := settings_of(case)):
             sentence = refusal(error)
             if is_connectors(error) and _starts_with_an_error(trace):
                 trace.emit("start.refused", asked=asked, sentence=sentence)

@@ -29,6 +29,7 @@ from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
 from kvconform.judge.records import CaseReport, Verdict
 from kvconform.judge.verdict import rows_for
 from kvconform.live.random import spec_for
+from kvconform.pack import unpacked
 from kvconform.process import scratch
 from kvconform.process.servers import Commands
 from kvconform.process.watchdog import Note, read_note
@@ -81,6 +82,7 @@ class Controller:
         self.listener = listener
         self.vllm, self.warnings = check_vllm()
         self.warnings += lacking(settings.catalogue)
+        self.warnings += unpacked.notes()
         check_connector_name(settings.connector, settings.pythonpath)
         if RUNNER not in os.environ:
             check_connector_exists(settings.connector, settings.pythonpath)

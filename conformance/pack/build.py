@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds a pack: selects its parts, writes the folder, and keeps it below the limit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from kvconform import files
+from kvconform.errors import UsageError
+from kvconform.pack import fetch, launch, wheels
+from kvconform.pack.fetch import Target
+from kvconform.pack.wheels import Part
+
+MEGABYTE = 1_000_000
+OLDEST_PYTHON = (3, 11)
+
+
+class Parts(NamedTuple):
+    """What `parts.toml` says."""
+
+    imported: list[str]
+    """Distributions that vLLM imports when kvconform drives it."""
+    left_out: list[str]
+    """Distributions that others require and nothing imports."""
+    stand_ins: dict[str, str]
+    """Modules that are stood in for, with the distribution that has each."""
+    there: dict[str, str]
+    """Distributions that the target has, with the oldest version of each."""
+
+
+def parts() -> Parts:
+    """Return the content of `parts.toml`."""
+    text = (resources.files(__package__) / "parts.toml").read_text(encoding="utf-8")
+    return Parts(**tomllib.loads(text))
+
+
+class Pack(NamedTuple):
+    """A finished pack."""
+
+    parts: list[Part]
+    size: int
+    """Bytes of the folder."""
+
+
+def build(
+    vllm: str,
+    folder: Path,
+    target: Target,
+    *,
+    have: Mapping[str, str],
+    most: float,
+    links: Sequence[str] = (),
+) -> Pack:
+    """Write the pack for a vLLM release to `folder`, which must be new, empty, or an older pack.
+
+    `have`: distributions of the target with their versions. `most`: megabytes. UsageError if the
+    pack is larger, or if the folder is not its own.
+    """
+    check(target, folder)
+    rules = parts()
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        new, loaded, engine = (scratch / each for each in ("new", "loaded", "engine"))
+        for each in (new, loaded, engine):
+            each.mkdir()
+        wanted = ["--no-deps", *target.options(any_glibc=True)]
+        [whole] = fetch.download([f"vllm=={vllm}"], engine, wanted, links)
+        needed = requirements(whole, rules, target)
+        found = fetch.download(needed, loaded, target.options(), links)
+        chosen = [wheels.own(new), wheels.strip(whole, new)]
+        absent = lacking(found, [*chosen, *found], have, target)
+        for part in absent:
+            if part.name not in {*rules.there, *rules.left_out}:
+                chosen.append(wheels.copy(part, new))
+        manifest = {
+            "kvconform": chosen[0].version,
+            "vllm": whole.version,
+            "python": target.python,
+            "platform": target.platform,
+            "there": rules.there,
+            "parts": {part.name: part.version for part in chosen},
+            "stand_ins": {
+                module: distribution
+                for module, distribution in rules.stand_ins.items()
+                if distribution not in {part.name for part in chosen}
+            },
+        }
+        files.replace(new / launch.MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        shutil.copyfile(launch.__file__, new / "__main__.py")
+        size = wheels.total(new)
+        if size > most * MEGABYTE:
+            raise UsageError(too_big(chosen, size, most))
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(new, folder)
+    moved = [part._replace(path=folder / part.path.name) for part in chosen]
+    return Pack(sorted(moved, key=lambda part: -part.size), size)
+
+
+def check(target: Target, folder: Path) -> None:
+    """UsageError if the target's Python is too old, or if `folder` holds something else."""
+    if not re.fullmatch(r"3\.\d+", target.python):
+        raise UsageError(f"--python {target.python} is no Python such as 3.12")
+    if tuple(map(int, target.python.split("."))) < OLDEST_PYTHON:
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        raise UsageError(f"--python {target.python} is too old: kvconform needs {oldest} or later")
+    target.parts()
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--out {folder} is a file")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / launch.MANIFEST).is_file():
+        raise UsageError(f"--out {folder} has files that are no pack; name another folder")
+
+
+def requirements(vllm: Part, rules: Parts, target: Target) -> list[str]:
+    """Return what the pack needs besides vLLM and kvconform, as pip requirements."""
+    theirs = [
+        each
+        for each in vllm.requires
+        if canonicalize_name(each.name) in rules.imported and applies(each, target)
+    ]
+    return [plain(each) for each in (*ours(), *theirs) if applies(each, target)]
+
+
+def ours() -> list[Requirement]:
+    """Return what kvconform requires, extras included."""
+    return [Requirement(each) for each in importlib.metadata.requires("kvconform") or ()]
+
+
+def plain(requirement: Requirement) -> str:
+    """Return a requirement without its extras and its marker."""
+    return f"{requirement.name}{requirement.specifier}"
+
+
+def applies(requirement: Requirement, target: Target) -> bool:
+    """Return whether a requirement counts on the target, without extras."""
+    return requirement.marker is None or requirement.marker.evaluate(target.environment())
+
+
+def lacking(
+    found: Iterable[Part], requiring: Sequence[Part], have: Mapping[str, str], target: Target
+) -> list[Part]:
+    """Return the parts that the target has not, or in a version that another part refuses."""
+    limits: dict[str, list[Requirement]] = {}
+    for part in requiring:
+        for each in part.requires:
+            if applies(each, target):
+                limits.setdefault(canonicalize_name(each.name), []).append(each)
+    return [
+        part
+        for part in found
+        if part.name not in have
+        or not all(
+            each.specifier.contains(have[part.name], prereleases=True)
+            for each in limits.get(part.name, ())
+        )
+    ]
+
+
+def read_have(path: Path) -> dict[str, str]:
+    """Return the distributions of a file with the output of `pip list`, or of `pip freeze`.
+
+    UsageError if there is no such file, or nothing in it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"--have {path} cannot be read: {error.strerror}") from None
+    rows = (re.fullmatch(r"([A-Za-z0-9][\w.-]*)(?:\s+|==)(\d[^\s]*).*", line) for line in lines)
+    found = {canonicalize_name(row[1]): row[2] for row in rows if row is not None}
+    if not found:
+        raise UsageError(f"--have {path} has no lines such as `numpy 2.5.2` (pip list)")
+    return found
+
+
+def too_big(chosen: Iterable[Part], size: int, most: float) -> str:
+    """Return the sentence about a pack above its limit, with its five biggest parts."""
+    biggest = sorted(chosen, key=lambda part: -part.size)[:5]
+    named = ", ".join(f"{part.name} {megabytes(part.size)}" for part in biggest)
+    advice = "--have names what the target has, --max-mb allows more"
+    return f"the pack has {megabytes(size)}, more than {most:g} MB ({named}); {advice}"
+
+
+def megabytes(size: int) -> str:
+    """Return a number of bytes for people."""
+    return f"{size / MEGABYTE:.1f} MB"

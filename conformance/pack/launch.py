@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pack's own program: unpack it for this Python, and run kvconform from it.
+
+A pack has a copy of this file as `__main__.py`, so `python3 PACK run` works where nothing is
+installed but torch. It must run alone, with the standard library only.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+MANIFEST = "pack.json"
+SITE = "site"
+TORCH = "torch"
+"""What a target must have; builds of it for the CPU have no Triton."""
+STAND_IN = """\
+from kvconform.pack.stand_in import install
+
+install(__name__)
+"""
+
+
+class CannotUnpack(Exception):
+    """The pack does not fit this Python; the message is a sentence."""
+
+
+def main(pack: Path, words: list[str]) -> None:
+    """Unpack `pack` unless that is done, and pass `words` on to kvconform.
+
+    `unpack [DIR]` only unpacks. Replaces this process, or ends it.
+    """
+    try:
+        if words[:1] == ["unpack"]:
+            print(said(unpack(pack, Path(words[1]) if words[1:] else None)))
+            return
+        site = unpack(pack)
+    except CannotUnpack as problem:
+        sys.exit(f"kvconform: {problem}")
+    through = shlex.join([Path(sys.executable).name, str(pack), "run"])
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {
+        **os.environ,
+        "KVCONFORM_THROUGH": os.environ.get("KVCONFORM_THROUGH", through),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONSAFEPATH": "1",
+    }
+    os.execve(sys.executable, [sys.executable, "-m", "kvconform", *words], env)
+
+
+def said(site: Path) -> str:
+    """Return what a person does with an unpacked pack, and what it has only the names of."""
+    names = ", ".join(stand_ins(site)) or "none"
+    return f"export PYTHONPATH={shlex.quote(str(site))}\n# stand-ins: {names}"
+
+
+def stand_ins(site: Path) -> list[str]:
+    """Return the packages of `site` that are stand-ins, sorted."""
+    return sorted(path.parent.name for path in site.glob("*/__init__.py") if is_stand_in(path))
+
+
+def is_stand_in(path: Path) -> bool:
+    """Return whether a package's `__init__.py` was written by `unpack`."""
+    return path.stat().st_size == len(STAND_IN) and path.read_text(encoding="utf-8") == STAND_IN
+
+
+def unpack(pack: Path, site: Path | None = None) -> Path:
+    """Unpack the wheels of `pack` into `site` [its folder `site`], unless that is done.
+
+    Returns the folder. CannotUnpack if the pack is not for this Python and its torch.
+    """
+    pack = pack.resolve()
+    site = (site or pack / SITE).resolve()
+    if not (pack / MANIFEST).is_file():
+        raise CannotUnpack(f"{pack} is no pack: it has no {MANIFEST}")
+    text = (pack / MANIFEST).read_text(encoding="utf-8")
+    stamp = site / MANIFEST
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == text:
+        return site
+    manifest = json.loads(text)
+    check(manifest)
+    new = site.with_name(f".{site.name}.{os.getpid()}.new")
+    try:
+        for wheel in sorted(pack.glob("*.whl")):
+            extract(wheel, new)
+        for module in manifest["stand_ins"]:
+            if not (new / module).exists() and importlib.util.find_spec(module) is None:
+                (new / module).mkdir()
+                (new / module / "__init__.py").write_text(STAND_IN, encoding="utf-8")
+        (new / MANIFEST).write_text(text, encoding="utf-8")
+        if stamp.is_file():
+            shutil.rmtree(site)
+        os.rename(new, site)
+    except OSError as error:
+        shutil.rmtree(new, ignore_errors=True)
+        advice = "name another folder: unpack DIR"
+        raise CannotUnpack(f"{site} cannot be written ({error.strerror}); {advice}") from None
+    return site
+
+
+def check(manifest: dict) -> None:
+    """CannotUnpack if this Python is not the pack's, or if torch is missing or too old."""
+    here = "{}.{}".format(*sys.version_info)
+    if here != manifest["python"]:
+        raise CannotUnpack(f"the pack is for Python {manifest['python']}, and this is {here}")
+    for name, oldest in manifest["there"].items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name != TORCH:
+                continue
+            raise CannotUnpack(f"{sys.executable} has no {name}, and no pack has it") from None
+        if numbers(version) < numbers(oldest):
+            raise CannotUnpack(f"{name} {version} is too old: the pack needs {oldest} or later")
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def extract(wheel: Path, site: Path) -> None:
+    """Put the packages of a wheel into `site`; its scripts and headers are left out."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            data, _, rest = name.partition(".data/")
+            kind, _, inside = rest.partition("/")
+            if not rest or "/" in data:
+                archive.extract(name, site)
+            elif kind in ("purelib", "platlib") and inside and not name.endswith("/"):
+                target = site / inside
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(archive.read(name))
+
+
+if __name__ == "__main__":
+    main(Path(__file__).resolve().parent, sys.argv[1:])

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wheels: what they require, vLLM's without its compiled parts, and kvconform's own."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import os
+import zipfile
+from collections.abc import Iterable, Iterator
+from email.parser import Parser
+from pathlib import Path
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import kvconform
+
+NOT_PYTHON = (
+    ".so", ".cubin", ".h", ".cuh", ".cu", ".hpp", ".inl", ".cpp", ".jpg", ".js", ".css", "/vllm-rs"
+)  # fmt: skip
+"""Ends of files of vLLM's wheel that its Python code does not need in a run of kvconform."""
+
+
+LARGE = 200_000
+"""Bytes of a file that LZMA is worth its time for."""
+
+
+class Part(NamedTuple):
+    """One wheel of a pack."""
+
+    path: Path
+    name: str
+    version: str
+    requires: list[Requirement]
+    """All of its requirements, also those of extras and of other platforms."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the wheel."""
+        return self.path.stat().st_size
+
+
+def read(path: Path) -> Part:
+    """Return a wheel with its name, version and requirements."""
+    with zipfile.ZipFile(path) as archive:
+        inside = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        fields = Parser().parsestr(archive.read(inside).decode("utf-8"), headersonly=True)
+    requires = [Requirement(each) for each in fields.get_all("Requires-Dist") or ()]
+    return Part(path, canonicalize_name(fields["Name"]), fields["Version"], requires)
+
+
+def strip(part: Part, folder: Path) -> Part:
+    """Write vLLM's wheel without compiled parts, sources in C++ and pictures to `folder`."""
+    with zipfile.ZipFile(part.path) as archive:
+        names = (
+            name
+            for name in archive.namelist()
+            if not name.endswith((*NOT_PYTHON, "/", ".dist-info/RECORD"))
+        )
+        return part._replace(
+            path=write(
+                folder, part.name, part.version, ((name, archive.read(name)) for name in names)
+            )
+        )
+
+
+def copy(part: Part, folder: Path) -> Part:
+    """Write a wheel with the same content, compressed as far as zipfile can, to `folder`."""
+    path = folder / part.path.name
+    with zipfile.ZipFile(part.path) as archive, zipfile.ZipFile(path, "w") as new:
+        for name in archive.namelist():
+            _add(new, name, archive.read(name))
+    return part._replace(path=path)
+
+
+def own(folder: Path) -> Part:
+    """Write kvconform's wheel, from the files that this process imports, to `folder`."""
+    found = importlib.metadata.distribution("kvconform")
+    version = kvconform.__version__
+    information = f"kvconform-{version}.dist-info"
+
+    def entries() -> Iterator[tuple[str, bytes]]:
+        for file in files(Path(kvconform.__file__).parent):
+            yield f"kvconform/{file[0]}", file[1].read_bytes()
+        for name in ("METADATA", "entry_points.txt"):
+            text = found.read_text(name)
+            if text is not None:
+                yield f"{information}/{name}", text.encode("utf-8")
+
+    return read(write(folder, "kvconform", version, entries()))
+
+
+def files(root: Path, inside: str = "") -> Iterator[tuple[str, Path]]:
+    """Yield (path in the package, file) of all files below `root`; links are followed."""
+    for entry in sorted(root.iterdir()):
+        if entry.is_dir():
+            if entry.name != "__pycache__":
+                yield from files(entry, f"{inside}{entry.name}/")
+        else:
+            yield f"{inside}{entry.name}", entry
+
+
+def write(folder: Path, name: str, version: str, entries: Iterable[tuple[str, bytes]]) -> Path:
+    """Write a wheel for every platform with these files and its RECORD; return its path."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    path = folder / f"{stem}-py3-none-any.whl"
+    wheel = "Wheel-Version: 1.0\nGenerator: kvconform\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    record = f"{stem}.dist-info/RECORD"
+    lines = [f"{record},,"]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for inside, data in entries:
+            if inside == f"{stem}.dist-info/WHEEL":
+                continue
+            _add(archive, inside, data)
+            lines.append(_line(inside, data))
+        archive.writestr(f"{stem}.dist-info/WHEEL", wheel)
+        lines.append(_line(f"{stem}.dist-info/WHEEL", wheel.encode("utf-8")))
+        archive.writestr(record, "\n".join(lines) + "\n")
+    return path
+
+
+def _add(archive: zipfile.ZipFile, inside: str, data: bytes) -> None:
+    """Write a file; LZMA, which pip reads as well, makes large libraries a third smaller."""
+    kind = zipfile.ZIP_LZMA if len(data) > LARGE else zipfile.ZIP_DEFLATED
+    archive.writestr(inside, data, kind, 9)
+
+
+def _line(inside: str, data: bytes) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+    quoted = f'"{inside}"' if "," in inside else inside
+    return f"{quoted},sha256={digest},{len(data)}"
+
+
+def total(folder: Path) -> int:
+    """Return the bytes of all files below `folder`."""
+    return sum(
+        (Path(top) / name).stat().st_size for top, _, names in os.walk(folder) for name in names
+    )
