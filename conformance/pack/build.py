@@ -179,7 +179,7 @@ def read_have(path: Path) -> dict[str, str]:
     except OSError as error:
         raise UsageError(f"--have {path} cannot be read: {error.strerror}") from None
     rows = (re.fullmatch(r"([A-Za-z0-9][\w.-]*)(?:\s+|==)(\d[^\s]*).*", line) for line in lines)
-    found = {canonicalize_name(row[1]): row[2] for row in rows if row is not None}
+    found = {str(canonicalize_name(row[1])): row[2] for row in rows if row is not None}
     if not found:
         raise UsageError(f"--have {path} has no lines such as `numpy 2.5.2` (pip list)")
     return found
