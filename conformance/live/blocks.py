@@ -325,6 +325,7 @@ class BlockOracle:
             by_group=[],
             early_reads=[],
             bytes=None,
+            most_bytes=None,
         )
         if missing and not reported:
             load.due = event
