@@ -76,7 +76,8 @@ class Book:
     """Records by content id of the last token. `tolerance` replaces CLOSE for a lossy connector.
 
     `computed`: content ids, and plain ids, of all positions that the baseline run computed.
-    `poisoners`: by poison value, the fresh blocks that were filled with it. The values repeat.
+    `poisoners`: by poison value, the fresh blocks that were filled with it, the last one last.
+    There are 64 values, so they repeat.
     """
 
     def __init__(self, tolerance: float = CLOSE) -> None:
@@ -171,14 +172,16 @@ class Book:
 
         `blocks`: the fresh blocks that it was put into. If one of them was to hold the content, a
         save read it before that was computed; the request need not be the first that computed it.
+        Only the last of them is compared by its request: the others would match by chance.
         """
-        first = self.records[content].req
-        for one in blocks:
-            if content == one.content or first == one.req:
-                return "never_computed", f"poison that a fresh block of request {one.req} held"
         if not blocks:
             return "never_computed", "poison that a fresh block held"
-        return "poison", f"poison that a fresh block of request {blocks[-1].req} held"
+        owner = next((one for one in reversed(blocks) if one.content == content), None)
+        last = blocks[-1]
+        if owner is None and last.req == self.records[content].req:
+            owner = last
+        found = "poison" if owner is None else "never_computed"
+        return found, f"poison that a fresh block of request {(owner or last).req} held"
 
     def _near(self, row: torch.Tensor) -> tuple[int, int] | None:
         """Return the content id and layer of a recorded row within the tolerance, if any."""

@@ -284,6 +284,29 @@ def test_poison_tells_who_took_a_block_too_early() -> None:
         assert finding.verdict == "wrong" and finding.found == found
 
 
+@pytest.mark.parametrize(
+    "poisoned, found, owner",
+    [
+        # An earlier block of "a", the first to compute the content, says nothing about it.
+        ([Poisoned("a", CONTENTS[1][0]), Poisoned("c", CONTENTS[2][0])], "poison", "c"),
+        ([Poisoned("c", CONTENTS[2][0]), Poisoned("a")], "never_computed", "a"),
+        # The block that was to hold the content, before the last one.
+        ([Poisoned("d", CONTENTS[0][0]), Poisoned("c")], "never_computed", "d"),
+        ([Poisoned("d", CONTENTS[0][0]), Poisoned("a")], "never_computed", "d"),
+    ],
+)
+def test_poison_that_filled_two_blocks(poisoned: list[Poisoned], found: str, owner: str) -> None:
+    rig = Rig()
+    rig.oracle.enter(rig.named)
+    poison = rig.blocks.poison(10)
+    rig.oracle.book.poisoners[poison] = poisoned
+    finding = rig.oracle.book.compare(torch.full((LAYERS, SIZE * WIDTH), poison), CONTENTS, 0)
+    assert (finding.found, finding.origin) == (
+        found,
+        f"poison that a fresh block of request {owner} held",
+    )
+
+
 def test_other_identity_and_other_request_are_told_apart() -> None:
     book = Book()
     book.enter(200, 1000, "salted", 0, kv(20))  # the tokens of CONTENTS[0], under a salt
