@@ -86,7 +86,7 @@ class Book:
         self.computed: tuple[set[int], set[int]] = (set(), set())
         self.poisoners: dict[float, list[Poisoned]] = {}
         self._rows: dict[bytes, tuple[int, int]] = {}
-        self._spoiled: set[bytes] = set()
+        self._spoiled: set[tuple[int, bytes]] = set()
         self._bytes = 0
 
     def enter(self, content: int, plain: int, req: str, index: int, block: torch.Tensor) -> None:
@@ -107,9 +107,9 @@ class Book:
         for layer, row in enumerate(block):
             self._rows.setdefault(_print(row), (content, layer))
 
-    def spoil(self, block: torch.Tensor) -> None:
+    def spoil(self, content: int, block: torch.Tensor) -> None:
         """Record a block [layers, elements] that the model computed upon wrong KV."""
-        self._spoiled.update(_print(row) for row in block)
+        self._spoiled.update((content, _print(row)) for row in block)
 
     def compare(self, block: torch.Tensor, contents: list[tuple[int, int]], index: int) -> Finding:
         """Compare bytes that were loaded as block `index` of a request.
@@ -151,9 +151,12 @@ class Book:
             return "never_computed", "zeros: this block was never written"
         if (poison := poison_in(row)) is not None:
             return self._poison(self.poisoners.get(poison, []), contents[index][0])
-        if _print(row) in self._spoiled:
+        name = _print(row)
+        hit = self._rows.get(name)
+        # Of this content only: the first layer does not depend on the KV, so it is right elsewhere.
+        if hit is None and (contents[index][0], name) in self._spoiled:
             return None, "bytes that the model computed upon wrong KV"
-        hit = self._rows.get(_print(row)) or self._near(row)
+        hit = hit or self._near(row)
         if hit is None:
             return "unknown", "bytes that the model never computed as a block"
         content, other_layer = hit

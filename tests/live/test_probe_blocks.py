@@ -269,6 +269,19 @@ def test_what_was_computed_upon_wrong_kv_is_no_failure_of_its_own() -> None:
     assert before
 
 
+@pytest.mark.parametrize("is_known, found", [(True, "other_request"), (False, "unknown")])
+def test_a_spoiled_block_excuses_no_other_content(is_known: bool, found: str) -> None:
+    """Its first layer is that of the right block, which does not depend on other KV."""
+    book = Book()
+    book.enter(*CONTENTS[0], "a", 0, kv(0))
+    spoiled = torch.stack([kv(30)[0], kv(31)[1]])
+    book.spoil(300, spoiled)
+    if is_known:
+        book.enter(300, 3000, "c", 0, kv(30))
+        assert book.compare(spoiled, [(300, 3000)], 0).found is None
+    assert book.compare(kv(30), CONTENTS, 0).found == found
+
+
 def test_poison_tells_who_took_a_block_too_early() -> None:
     rig = Rig()
     poison = rig.blocks.poison(10)
