@@ -44,10 +44,11 @@ class Grant:
     PagedCache's). `tables` are the request's whole block tables at the grant, one per group.
 
     `written[layer]` marks positions that the connector wrote, and `times[layer]` counts how often;
-    `late` are (layer, position) that the engine read before. A grant is open from the allocation until the engine relied on it, or it
-    failed. `due` is the load.due event of a grant that was incomplete then although no failure was
-    reported, and `chain` its request's. `failed` are the blocks reported as failed so far, which
-    may be steps before the load is due. `given_up` means that the request was reported as a whole.
+    `late` are (layer, position) that the engine read before. A grant is open from the allocation
+    until the engine relied on it, or it failed. `due` is the load.due event of a grant that was
+    incomplete then although no failure was reported, and `chain` its request's. `failed` are the
+    blocks reported as failed so far, which may be steps before the load is due. `given_up` means
+    that the request was reported as a whole.
     """
 
     transfer: str
