@@ -369,10 +369,10 @@ _kind(
 _kind(
     "stats.compared",
     "hooks",
-    "what:str name:str place:str value:float seen:int",
+    "what:str name:str place:str value:float seen:int most:int",
     "At the end of a run in which every load became due: a counter that the connector declares "
     "(capability metrics). what = its meaning; place = log or metrics (empty: the name was in "
-    "neither); value = its total; seen = what the suite saw.",
+    "neither); value = its total; seen = what the suite saw; most = the same in whole blocks.",
 )
 _kind(
     "report.landed",
@@ -622,9 +622,10 @@ _kind(
     "kv",
     "req:str generation:int transfer:str? granted:int missing:list partial:list wrong:list "
     "reported_failed:bool promised:bool undisturbed:bool is_async:bool local:int by_group:list "
-    "early_reads:list bytes:int?",
+    "early_reads:list bytes:int? most_bytes:int?",
     "The engine is about to rely on a grant. bytes = those that the connector wrote, of all layers "
-    "(None: not known). missing = positions that were not written completely; "
+    "(None: not known); most_bytes = the same in whole blocks, with repetitions. "
+    "missing = positions that were not written completely; "
     "partial = those of them of which some slot was written in part. promised = the connector has "
     "declared that it keeps this content, has found it, and nothing in the case makes a load fail. "
     "undisturbed = nothing in the case takes away what is stored. by_group = those of several "

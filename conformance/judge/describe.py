@@ -402,7 +402,8 @@ def _stats_total(e: Event) -> str:
 def _stats_compared(e: Event) -> str:
     place = f" ({e['place']})" if e["place"] else ""
     counted = f"the connector counted {e['value']:g} as {e['name']}{place}"
-    return f"{counted}, and {_SEEN.get(e['what'], e['what'])} {e['seen']}"
+    whole = f" ({e['most']} in whole blocks)" if e["most"] != e["seen"] else ""
+    return f"{counted}, and {_SEEN.get(e['what'], e['what'])} {e['seen']}{whole}"
 
 
 _SEEN = {

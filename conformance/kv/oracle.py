@@ -43,11 +43,12 @@ class Grant:
     the null block there, its group is not transferred, or another rank holds the token (`share`:
     PagedCache's). `tables` are the request's whole block tables at the grant, one per group.
 
-    `written[layer]` marks positions that the connector wrote; `late` are (layer, position) that the
-    engine read before. A grant is open from the allocation until the engine relied on it, or it
-    failed. `due` is the load.due event of a grant that was incomplete then although no failure was
-    reported, and `chain` its request's. `failed` are the blocks reported as failed so far, which
-    may be steps before the load is due. `given_up` means that the request was reported as a whole.
+    `written[layer]` marks positions that the connector wrote, and `times[layer]` counts how often;
+    `late` are (layer, position) that the engine read before. A grant is open from the allocation
+    until the engine relied on it, or it failed. `due` is the load.due event of a grant that was
+    incomplete then although no failure was reported, and `chain` its request's. `failed` are the
+    blocks reported as failed so far, which may be steps before the load is due. `given_up` means
+    that the request was reported as a whole.
     """
 
     transfer: str
@@ -67,6 +68,7 @@ class Grant:
     failed: set[int] = field(default_factory=set)
     given_up: bool = False
     written: np.ndarray = field(init=False)
+    times: np.ndarray = field(init=False)
     slots: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,6 +79,7 @@ class Grant:
             if group.transfer:
                 self.slots[list(group.layers)] = self._slots_in(group, table)
         self.written = self.slots < 0
+        self.times = np.zeros_like(self.slots)
 
     def _slots_in(self, group: Group, table: list[int]) -> np.ndarray:
         """Return the slots [end - start] that a layer of a group wants."""
@@ -139,6 +142,19 @@ class Grant:
     def received(self, layer: int) -> int:
         """Return how many slots of a layer were written, of those that it wants."""
         return int(np.count_nonzero(self.written[layer] & (self.slots[layer] >= 0)))
+
+    def received_in_blocks(self, layer: int) -> int:
+        """Return what `received` does, of a connector that moves whole blocks.
+
+        Each block that was written counts completely, as often as one of its slots was written.
+        """
+        group = next(each for each in self.groups if layer in each.layers)
+        times: dict[int, int] = {}
+        for index in np.nonzero(self.times[layer])[0]:
+            block = int(self.slots[layer, index]) // self.stride
+            times[block] = max(times.get(block, 0), int(self.times[layer, index]))
+        slots = 1 if group.recurrent else group.block_size // self.share[1]
+        return sum(times.values()) * slots
 
     def missing(self) -> list[int]:
         """Return the positions that some layer wants and never received."""
@@ -429,6 +445,7 @@ class Oracle(Loads):
                 damaged=self.trace.damaged,
             )
         grant.written[layer, pos - grant.start] = True
+        grant.times[layer, pos - grant.start] += 1
         if grant.due is not None and grant.written[:, pos - grant.start].all():
             # The position was late, not missing.
             missing = [other for other in grant.due["missing"] if other != pos]
@@ -555,10 +572,10 @@ class Oracle(Loads):
         return ("own" if fill is not None and fill.key == mine else "local"), None, None
 
     # -- due grants
-    def _bytes(self, grant: Grant) -> int:
-        """Return how many bytes of a grant the connector wrote."""
+    def _bytes(self, received: Callable[[int], int]) -> int:
+        """Return the bytes of all layers, of which `received(layer)` slots were received."""
         layers = range(len(self.cache.tensors))
-        return sum(grant.received(layer) * self.cache.slot_bytes(layer) for layer in layers)
+        return sum(received(layer) * self.cache.slot_bytes(layer) for layer in layers)
 
     def due(self, grant: Grant, chain: Chain) -> None:
         """Close a grant that the engine is about to rely on, and emit load.due.
@@ -619,7 +636,8 @@ class Oracle(Loads):
             local=grant.start,
             by_group=grant.missing_by_group(),
             early_reads=self.device.early_reads,
-            bytes=self._bytes(grant),
+            bytes=self._bytes(grant.received),
+            most_bytes=self._bytes(grant.received_in_blocks),
         )
         if missing and not reported:
             grant.due = event

@@ -173,7 +173,7 @@ class BlockOracle:
         for one in named:
             block = self.blocks.read(one.block)
             if self.bad & {one.block, *one.upon}:
-                self.book.spoil(block)
+                self.book.spoil(one.content, block)
             else:
                 self.book.enter(one.content, one.plain, one.req, one.index, block)
 
@@ -325,6 +325,7 @@ class BlockOracle:
             by_group=[],
             early_reads=[],
             bytes=None,
+            most_bytes=None,
         )
         if missing and not reported:
             load.due = event

@@ -76,7 +76,8 @@ class Book:
     """Records by content id of the last token. `tolerance` replaces CLOSE for a lossy connector.
 
     `computed`: content ids, and plain ids, of all positions that the baseline run computed.
-    `poisoners`: by poison value, the fresh blocks that were filled with it. The values repeat.
+    `poisoners`: by poison value, the fresh blocks that were filled with it, the last one last.
+    There are 64 values, so they repeat.
     """
 
     def __init__(self, tolerance: float = CLOSE) -> None:
@@ -85,7 +86,7 @@ class Book:
         self.computed: tuple[set[int], set[int]] = (set(), set())
         self.poisoners: dict[float, list[Poisoned]] = {}
         self._rows: dict[bytes, tuple[int, int]] = {}
-        self._spoiled: set[bytes] = set()
+        self._spoiled: set[tuple[int, bytes]] = set()
         self._bytes = 0
 
     def enter(self, content: int, plain: int, req: str, index: int, block: torch.Tensor) -> None:
@@ -106,9 +107,9 @@ class Book:
         for layer, row in enumerate(block):
             self._rows.setdefault(_print(row), (content, layer))
 
-    def spoil(self, block: torch.Tensor) -> None:
+    def spoil(self, content: int, block: torch.Tensor) -> None:
         """Record a block [layers, elements] that the model computed upon wrong KV."""
-        self._spoiled.update(_print(row) for row in block)
+        self._spoiled.update((content, _print(row)) for row in block)
 
     def compare(self, block: torch.Tensor, contents: list[tuple[int, int]], index: int) -> Finding:
         """Compare bytes that were loaded as block `index` of a request.
@@ -150,9 +151,12 @@ class Book:
             return "never_computed", "zeros: this block was never written"
         if (poison := poison_in(row)) is not None:
             return self._poison(self.poisoners.get(poison, []), contents[index][0])
-        if _print(row) in self._spoiled:
+        name = _print(row)
+        hit = self._rows.get(name)
+        # Of this content only: the first layer does not depend on the KV, so it is right elsewhere.
+        if hit is None and (contents[index][0], name) in self._spoiled:
             return None, "bytes that the model computed upon wrong KV"
-        hit = self._rows.get(_print(row)) or self._near(row)
+        hit = hit or self._near(row)
         if hit is None:
             return "unknown", "bytes that the model never computed as a block"
         content, other_layer = hit
@@ -171,14 +175,16 @@ class Book:
 
         `blocks`: the fresh blocks that it was put into. If one of them was to hold the content, a
         save read it before that was computed; the request need not be the first that computed it.
+        Only the last of them is compared by its request: the others would match by chance.
         """
-        first = self.records[content].req
-        for one in blocks:
-            if content == one.content or first == one.req:
-                return "never_computed", f"poison that a fresh block of request {one.req} held"
         if not blocks:
             return "never_computed", "poison that a fresh block held"
-        return "poison", f"poison that a fresh block of request {blocks[-1].req} held"
+        owner = next((one for one in reversed(blocks) if one.content == content), None)
+        last = blocks[-1]
+        if owner is None and last.req == self.records[content].req:
+            owner = last
+        found = "poison" if owner is None else "never_computed"
+        return found, f"poison that a fresh block of request {(owner or last).req} held"
 
     def _near(self, row: torch.Tensor) -> tuple[int, int] | None:
         """Return the content id and layer of a recorded row within the tolerance, if any."""

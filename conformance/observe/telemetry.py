@@ -403,23 +403,29 @@ class Telemetry:
                         name=name,
                         place=place,
                         value=value,
-                        seen=seen[what],
+                        seen=seen[what][0],
+                        most=seen[what][1],
                     )
 
-    def _seen(self) -> dict[str, int]:
-        """Return what was granted and loaded, by meaning; empty if it is not known."""
+    def _seen(self) -> dict[str, tuple[int, int]]:
+        """Return what was granted and loaded, by meaning; empty if it is not known.
+
+        As (the granted tokens only, whole blocks): a load may fill the rest of its last block.
+        """
         grants = [e for e in self.trace.events if e["kind"] == "alloc" and e["external"] > 0]
         dues = [e for e in self.trace.events if e["kind"] == "load.due"]
         ends = [e for e in self.trace.events if e["kind"] == "run.end"]
         is_over = bool(ends) and ends[-1]["quiesced"] and not ends[-1]["crashed"]
         if not is_over or {e["transfer"] for e in grants} != {e["transfer"] for e in dues}:
             return {}
-        loaded = [e["bytes"] for e in dues]
-        if None in loaded:
+        if any(e["bytes"] is None for e in dues):
             return {}
         return {
-            "tokens_granted": sum(e["external"] for e in grants),
-            "bytes_loaded": sum(loaded),
+            "tokens_granted": (
+                sum(e["external"] for e in grants),
+                sum(_in_whole_blocks(e) for e in grants),
+            ),
+            "bytes_loaded": (sum(e["bytes"] for e in dues), sum(e["most_bytes"] for e in dues)),
         }
 
     def _loads(self) -> int:
@@ -447,6 +453,14 @@ _OPERATIONS = {
     "BlockRemoved": "removed",
     "AllBlocksCleared": "cleared",
 }
+
+
+def _in_whole_blocks(alloc: Mapping[str, Any]) -> int:
+    """Return the tokens of the blocks that a grant covers, completely or in part."""
+    size = max(tokens for tokens, *_ in alloc["tables"])
+    first = alloc["local"] // size
+    last = -(-(alloc["local"] + alloc["external"]) // size)
+    return int(last - first) * size
 
 
 def _shape(op: str, event: Any, hashes: list[Any], tokens: list[int], size: Any) -> str:

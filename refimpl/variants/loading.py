@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata
+from kvconform.refimpl.telemetry import COUNTERS
 from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
@@ -77,7 +78,19 @@ class NeverHits(ReferenceConnector):
 
 
 class BlockFiller(ReferenceConnector):
-    """Fills the rest of the last granted block too, before any of it is computed, as NIXL does."""
+    """Fills the rest of the last granted block too, before any of it is computed, as NIXL does.
+
+    It counts whole blocks.
+    """
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return {**super().kvconform_capabilities(extra_config), "metrics": COUNTERS}
+
+    def _count(self, name: str, by: int = 1) -> None:
+        if name == "tokens_granted":
+            by = -(-by // self._block_size) * self._block_size
+        super()._count(name, by)
 
     def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
         load = super()._plan_load(tracked, granted, is_async)

@@ -160,7 +160,7 @@ FAULTS: dict[str, Faults] = {
     ),
     "stats.compared": Faults(
         {"what": "bytes_loaded", "name": "bytes", "place": "log"},
-        {"value": 4096.0, "seen": 8192},
+        {"value": 4096.0, "seen": 8192, "most": 8192},
         [{"what": "tokens_granted"}, {"name": "loaded"}, {"place": "metrics"}],
     ),
     "handshake": Faults({}, {"detail": "TypeError"}, [{"none": True}]),

@@ -86,6 +86,23 @@ def test_a_grant_with_one_group_wants_every_position() -> None:
     assert grant.missing() == list(range(4, 10))
 
 
+def test_a_block_counts_completely_and_as_often_as_it_was_written() -> None:
+    grant = Grant("t", "a", 0, 0, 10, False, [[1, 2, 3], [4, 5], [6, 7, 8]], GROUPS)
+    grant.written[0, 8:] = grant.written[1, 8] = True
+    grant.times[0, 8:] = 1
+    grant.times[1, 8] = 2
+    assert [grant.received(layer) for layer in range(3)] == [2, 1, 0]
+    assert [grant.received_in_blocks(layer) for layer in range(3)] == [4, 16, 0]
+
+
+def test_a_rank_that_holds_every_second_token_has_half_a_block() -> None:
+    groups = groups_of([], layers=1, block_size=4, heads=2, window=8)
+    grant = Grant("t", "a", 0, 0, 3, False, [[1]], groups, (1, 2))
+    grant.written[0, 1] = True
+    grant.times[0, 1] = 1
+    assert (grant.received(0), grant.received_in_blocks(0)) == (1, 2)
+
+
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_connector_for_several_groups_fails_nothing(case: str, load: str, tmp_path: Path) -> None:

@@ -269,6 +269,19 @@ def test_what_was_computed_upon_wrong_kv_is_no_failure_of_its_own() -> None:
     assert before
 
 
+@pytest.mark.parametrize("is_known, found", [(True, "other_request"), (False, "unknown")])
+def test_a_spoiled_block_excuses_no_other_content(is_known: bool, found: str) -> None:
+    """Its first layer is that of the right block, which does not depend on other KV."""
+    book = Book()
+    book.enter(*CONTENTS[0], "a", 0, kv(0))
+    spoiled = torch.stack([kv(30)[0], kv(31)[1]])
+    book.spoil(300, spoiled)
+    if is_known:
+        book.enter(300, 3000, "c", 0, kv(30))
+        assert book.compare(spoiled, [(300, 3000)], 0).found is None
+    assert book.compare(kv(30), CONTENTS, 0).found == found
+
+
 def test_poison_tells_who_took_a_block_too_early() -> None:
     rig = Rig()
     poison = rig.blocks.poison(10)
@@ -282,6 +295,29 @@ def test_poison_tells_who_took_a_block_too_early() -> None:
         rig.oracle.enter(rig.named)
         finding = rig.oracle.book.compare(torch.full((LAYERS, SIZE * WIDTH), poison), CONTENTS, 0)
         assert finding.verdict == "wrong" and finding.found == found
+
+
+@pytest.mark.parametrize(
+    "poisoned, found, owner",
+    [
+        # An earlier block of "a", the first to compute the content, says nothing about it.
+        ([Poisoned("a", CONTENTS[1][0]), Poisoned("c", CONTENTS[2][0])], "poison", "c"),
+        ([Poisoned("c", CONTENTS[2][0]), Poisoned("a")], "never_computed", "a"),
+        # The block that was to hold the content, before the last one.
+        ([Poisoned("d", CONTENTS[0][0]), Poisoned("c")], "never_computed", "d"),
+        ([Poisoned("d", CONTENTS[0][0]), Poisoned("a")], "never_computed", "d"),
+    ],
+)
+def test_poison_that_filled_two_blocks(poisoned: list[Poisoned], found: str, owner: str) -> None:
+    rig = Rig()
+    rig.oracle.enter(rig.named)
+    poison = rig.blocks.poison(10)
+    rig.oracle.book.poisoners[poison] = poisoned
+    finding = rig.oracle.book.compare(torch.full((LAYERS, SIZE * WIDTH), poison), CONTENTS, 0)
+    assert (finding.found, finding.origin) == (
+        found,
+        f"poison that a fresh block of request {owner} held",
+    )
 
 
 def test_other_identity_and_other_request_are_told_apart() -> None:

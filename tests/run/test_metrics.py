@@ -15,6 +15,7 @@ from kvconform.contract.loader import load_spec
 from kvconform.contract.trace import Event
 from kvconform.errors import UsageError
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.variants.loading import BlockFiller
 from kvconform.run.calibration import target_profile
 from kvconform.run.case import run_and_judge
 from kvconform.run.runner import run_variant
@@ -68,6 +69,24 @@ def test_a_load_whose_request_was_aborted_counts(tmp_path: Path) -> None:
     target = target_of(ReferenceConnector, load="async", load_delay=3)
     events = compared("lifecycle.abort-loading", "reference", target, tmp_path)
     assert len(events) == 4 and all(event["value"] == event["seen"] > 0 for event in events)
+
+
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_whole_blocks_may_be_counted(engine: Engine, tmp_path: Path) -> None:
+    """All of the prompt is stored, and one token less than that is granted."""
+    target = target_of(BlockFiller, whole_blocks=False)
+    events = compared("lifecycle.last-token", engine, target, tmp_path)
+    assert len(events) == 4
+    assert all(event["seen"] < event["value"] <= event["most"] for event in events)
+    report = run_and_judge(
+        SPEC.cases["lifecycle.last-token"].variants([engine])[0],
+        target,
+        SPEC,
+        seed=0,
+        tmp=tmp_path / "judged",
+    )
+    [row] = [row for row in report.rows if row.requirement == "stats.true"]
+    assert row.verdict == "PASS", row.message
 
 
 def test_a_counter_that_does_not_exist_is_zero(tmp_path: Path) -> None:
