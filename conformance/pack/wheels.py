@@ -85,8 +85,10 @@ def own(folder: Path) -> Part:
     def entries() -> Iterator[tuple[str, bytes]]:
         for file in files(Path(kvconform.__file__).parent):
             yield f"kvconform/{file[0]}", file[1].read_bytes()
-        for name in ("METADATA", "entry_points.txt"):
-            text = found.read_text(name)
+        # A checkout that is on the import path has PKG-INFO, with the same content.
+        metadata = found.read_text("METADATA") or found.read_text("PKG-INFO")
+        texts = {"METADATA": metadata, "entry_points.txt": found.read_text("entry_points.txt")}
+        for name, text in texts.items():
             if text is not None:
                 yield f"{information}/{name}", text.encode("utf-8")
 

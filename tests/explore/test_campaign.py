@@ -46,6 +46,7 @@ def test_a_defect_is_found_and_made_small(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_the_reference_connector_survives_its_races(tmp_path: Path) -> None:
     done = explore(tmp_path, "--profile", "races", "--examples", "8")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -98,7 +98,9 @@ def reports(folder: Path) -> dict[str, bytes | dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("text", [RIGHT, WRONG], ids=["right", "wrong"])
+@pytest.mark.parametrize(
+    "text", [pytest.param(RIGHT, marks=pytest.mark.long), WRONG], ids=["right", "wrong"]
+)
 def test_report_and_output_are_those_of_a_run_without_server(mine: Project, text: str) -> None:
     mine.file.write_text(text)
     outputs, found = [], []
