@@ -285,13 +285,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--codecs", action="store_true", help="only the reference connector's codecs"
     )
     chosen = parser.parse_args(arguments)
-    benchmarks: list[tuple[str, Callable[[], dict[str, float]]]] = []
-    if chosen.boundary or not chosen.codecs:
-        title = "The placeholder boundary in a step of vLLM's scheduler"
-        benchmarks.append((title, boundary.measure))
-    if chosen.codecs or not chosen.boundary:
-        benchmarks.append(("Codecs, a layer of 256 tokens in bfloat16", codecs))
-    if not chosen.boundary and not chosen.codecs:
+    alone: dict[str, tuple[str, Callable[[], dict[str, float]]]] = {
+        "boundary": ("The placeholder boundary in a step of vLLM's scheduler", boundary.measure),
+        "codecs": ("Codecs, a layer of 256 tokens in bfloat16", codecs),
+    }
+    named = [name for name in alone if getattr(chosen, name)]
+    benchmarks = [alone[name] for name in named or alone]
+    if not named:
         every = max(1, chosen.every)
         show(measure_gate(every), every)
         benchmarks += [

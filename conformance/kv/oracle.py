@@ -149,12 +149,12 @@ class Grant:
         Each block that was written counts completely, as often as one of its slots was written.
         """
         group = next(each for each in self.groups if layer in each.layers)
-        times: dict[int, int] = {}
-        for index in np.nonzero(self.times[layer])[0]:
-            block = int(self.slots[layer, index]) // self.stride
-            times[block] = max(times.get(block, 0), int(self.times[layer, index]))
+        there = np.nonzero(self.times[layer])[0]
+        blocks, number = np.unique(self.slots[layer, there] // self.stride, return_inverse=True)
+        times = np.zeros(len(blocks), dtype=np.int64)
+        np.maximum.at(times, number, self.times[layer, there])
         slots = 1 if group.recurrent else group.block_size // self.share[1]
-        return sum(times.values()) * slots
+        return int(times.sum()) * slots
 
     def missing(self) -> list[int]:
         """Return the positions that some layer wants and never received."""

@@ -338,7 +338,8 @@ class Telemetry:
         self.last[call.half] = stats
         self.returned += 1
         self.filled += not empty
-        self._log(_try(lambda: copy.deepcopy(stats).reduce())[0])
+        if self.declared:
+            self._log(_try(lambda: copy.deepcopy(stats).reduce())[0])
         merged, merge_problem = _try(lambda: _merge(copy.deepcopy(stats)))
         data, problem = _try(
             lambda: msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
@@ -363,10 +364,12 @@ class Telemetry:
 
     def _total(self, call: Call) -> None:
         """Record once, before the worker half is shut down, what came of the statistics."""
-        if call.half == "worker" and not self.compared:
+        if call.half != "worker":
+            return
+        if not self.compared:
             self.compared = True
             self._compare()
-        if call.half != "worker" or not self.returned:
+        if not self.returned:
             return
         self.trace.emit(
             "stats.total",

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from kvconform.errors import EnvironmentProblem
-from kvconform.pack import build, launch
-from kvconform.pack.fetch import Target
+from kvconform.pack import launch
 
 option = functools.partial(typer.Option, show_default=False)
 
@@ -38,6 +37,9 @@ def pack(
     max_mb: Annotated[float, option("--max-mb", metavar="MB", help="its size at most [60]")] = 60,
 ) -> None:
     """Write a folder that runs kvconform on a machine with torch and without a package index."""
+    from kvconform.pack import build  # its libraries are for this command alone
+    from kvconform.pack.fetch import Target
+
     folder = Path(out)
     known = build.read_have(Path(have)) if have is not None else {}
     done = build.build(

@@ -83,8 +83,8 @@ def own(folder: Path) -> Part:
     information = f"kvconform-{version}.dist-info"
 
     def entries() -> Iterator[tuple[str, bytes]]:
-        for file in files(Path(kvconform.__file__).parent):
-            yield f"kvconform/{file[0]}", file[1].read_bytes()
+        for name, path in files(Path(kvconform.__file__).parent):
+            yield f"kvconform/{name}", path.read_bytes()
         # A checkout that is on the import path has PKG-INFO, with the same content.
         metadata = found.read_text("METADATA") or found.read_text("PKG-INFO")
         texts = {"METADATA": metadata, "entry_points.txt": found.read_text("entry_points.txt")}

@@ -54,6 +54,11 @@ _HOOK, _CASE = 128, 512
 _SIZE = _HEAD.size + _HOOK + _CASE
 
 
+def start_limit(default: float) -> float:
+    """Return the seconds that a start may take: what the environment says, or `default`."""
+    return float(os.environ.get(START_SECONDS) or default)
+
+
 def case_limit(hook_timeout: float) -> float:
     """Return the seconds that a case may take if each hook may take `hook_timeout` seconds."""
     return max(CASE_LIMIT, 12 * hook_timeout)

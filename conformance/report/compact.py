@@ -8,6 +8,7 @@ positions in the header's list of requirements; `rows_of` returns the rows again
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -66,9 +67,11 @@ def line_for(rows: Sequence[Row], judged: Sequence[Judged]) -> tuple[RunLine | N
     rest: list[Row] = []
     for row in rows:
         number, requirement = position.get(row.requirement, (-1, (row.requirement, "", "")))
-        if row.verdict not in PLAIN or row != plain.again(requirement, row):
+        passes = row.verdict is Verdict.PASS
+        own: dict[str, Any] = {"exercised": row.exercised} if passes else {"message": row.message}
+        if row.verdict not in PLAIN or row != plain.row(requirement, row.verdict, **own):
             rest.append(row)
-        elif row.verdict is Verdict.PASS:
+        elif passes:
             passed.append((number, row.exercised))
         else:
             silent.setdefault((row.verdict, row.message), []).append(number)
@@ -82,43 +85,33 @@ class _Plain:
     """Rows without findings of the run of a line."""
 
     def __init__(self, line: RunLine) -> None:
-        self._of_run = {name: getattr(line, name) for name in OF_RUN}
         self._strict = line.strict
         self._lenient = bool(line.beyond)
-        self._row = Row(requirement="", verdict=Verdict.PASS, **self._of_run)
+        of_run = {name: getattr(line, name) for name in OF_RUN}
+        self._row = Row(requirement="", verdict=Verdict.PASS, **of_run)
 
-    def _gating(self, kind: str, level: str) -> bool:
-        counts = self._strict or (level in MUST and not self._lenient)
-        return kind == "requirement" and counts
-
-    def row(self, requirement: Judged, verdict: Verdict, **own: Any) -> Row:
-        """Return a new row; `own` is what the line says about this requirement alone."""
-        name, kind, level = requirement
-        return Row(
-            requirement=name,
-            verdict=verdict,
-            kind="guarantee" if kind == "guarantee" else "requirement",
-            level=level,
-            gating=self._gating(kind, level),
-            **self._of_run,
-            **own,
-        )
-
-    def again(self, requirement: Judged, given: Row) -> Row:
-        """Return the row that `row` makes of what a line says about `given`.
+    def row(
+        self,
+        requirement: Judged,
+        verdict: Verdict,
+        *,
+        exercised: int = 0,
+        message: str | None = None,
+    ) -> Row:
+        """Return the row of a requirement, with what the line says about it alone.
 
         It is the same object each time, and holds until the next call.
         """
         name, kind, level = requirement
+        counts = self._strict or (level in MUST and not self._lenient)
         row = self._row
         row.requirement = name
-        row.verdict = given.verdict
+        row.verdict = verdict
         row.kind = "guarantee" if kind == "guarantee" else "requirement"
         row.level = level
-        row.gating = self._gating(kind, level)
-        passed = given.verdict is Verdict.PASS
-        row.exercised = given.exercised if passed else 0
-        row.message = None if passed else given.message
+        row.gating = kind == "requirement" and counts
+        row.exercised = exercised
+        row.message = message
         return row
 
 
@@ -126,7 +119,7 @@ def rows_of(line: RunLine, judged: Sequence[Judged]) -> Iterable[Row]:
     """Yield the rows of a line. IndexError if it does not belong to this list of requirements."""
     plain = _Plain(line)
     for number, exercised in line.passed:
-        yield plain.row(judged[number], Verdict.PASS, exercised=exercised)
+        yield copy(plain.row(judged[number], Verdict.PASS, exercised=exercised))
     for verdict, message, numbers in line.silent:
         for number in numbers:
-            yield plain.row(judged[number], verdict, message=message)
+            yield copy(plain.row(judged[number], verdict, message=message))

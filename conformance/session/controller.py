@@ -272,7 +272,7 @@ class Controller:
         held by its predecessor. With `final`, abort in any case: it found KV of another run.
         """
         self._troubles += 1
-        self.in_doubt = final
+        self.in_doubt = self.in_doubt or final
         if final or not self._ran_something or self._troubles >= STARTS:
             error = KvconformError(sentence)
             error.code = code

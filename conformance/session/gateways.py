@@ -17,18 +17,17 @@ from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
 
 from kvconform.config.settings import Settings
+from kvconform.process import watchdog
 from kvconform.process.server import has_placeholder
-from kvconform.process.watchdog import START_SECONDS
 from kvconform.session import wire
 
 START_LIMIT = 600.0
-"""Seconds that a warm process may take to import vLLM."""
 PATH = "PYTHONPATH"
 
 
 def start_limit() -> float:
     """Return the seconds that a warm process may take to import vLLM."""
-    return float(os.environ.get(START_SECONDS) or START_LIMIT)
+    return watchdog.start_limit(START_LIMIT)
 
 
 def unfit(settings: Settings) -> str | None:

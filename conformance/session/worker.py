@@ -270,7 +270,7 @@ class Worker:
         """
         runner = os.environ.get(RUNNER)
         self.servers.up()
-        limit = float(os.environ.get(watchdog.START_SECONDS) or START_LIMIT)
+        limit = watchdog.start_limit(START_LIMIT)
         with watchdog.case(START, 2 * limit + 60):
             if runner:
                 module, _, function = runner.partition(":")

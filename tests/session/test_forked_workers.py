@@ -142,7 +142,7 @@ def test_without_the_process_workers_are_interpreters() -> None:
 def test_a_process_that_takes_too_long_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(START_SECONDS, "0.2")
     asked: list[socket.socket] = []
-    ours, theirs = socket.socketpair()  # nobody answers at the other end
+    ours, theirs = socket.socketpair()  # no process reads from `theirs`
 
     def channel() -> socket.socket:
         asked.append(ours)
