@@ -4,7 +4,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
+
+MEMORY = "/dev/shm"
+"""Directory whose files are in memory."""
+ENOUGH = 2**30
+"""Bytes that must be free there."""
 
 
 def replace(path: Path, data: str | bytes) -> None:
@@ -23,9 +31,22 @@ def replace(path: Path, data: str | bytes) -> None:
         raise
 
 
+@cache
 def scratch_root() -> str | None:
     """Return the parent of the stores of a run, as `dir` of tempfile; None: tempfile's default.
 
-    A store is a directory with many small files, which cost nothing in memory.
+    A store is a directory with many small files, which cost nothing in memory. It is on a disk if
+    TMPDIR says so, or if the memory is no place for what connectors write: less than 1 GiB is free
+    (a container often has 64 MiB), or its files cannot be opened with O_DIRECT, as tiers on a disk
+    do.
     """
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    if "TMPDIR" in os.environ or not os.access(MEMORY, os.W_OK):
+        return None
+    try:
+        if shutil.disk_usage(MEMORY).free < ENOUGH:
+            return None
+        with tempfile.NamedTemporaryFile(prefix="kvconform-", dir=MEMORY) as file:
+            os.close(os.open(file.name, os.O_RDWR | getattr(os, "O_DIRECT", 0)))
+    except OSError:
+        return None
+    return MEMORY

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvconform.files import scratch_root
+from kvconform.files import MEMORY
 
 PREFIX = "kvconform-"
 """Start of the names of all temporary folders."""
@@ -63,7 +63,7 @@ def temporary(kind: str, parent: str | None = None) -> Iterator[Path]:
 
 def remove_abandoned() -> None:
     """Remove this user's temporary folders whose processes have ended without removing them."""
-    for parent in {tempfile.gettempdir(), scratch_root() or tempfile.gettempdir()}:
+    for parent in {tempfile.gettempdir(), MEMORY}:
         with contextlib.suppress(OSError):
             for folder in sorted(Path(parent).glob(f"{PREFIX}*")):
                 _remove_if_abandoned(folder)

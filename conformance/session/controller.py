@@ -26,6 +26,7 @@ from kvconform.config.folders import why_not
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
+from kvconform.files import scratch_root
 from kvconform.judge.records import CaseReport, Verdict
 from kvconform.judge.verdict import rows_for
 from kvconform.live.random import spec_for
@@ -92,7 +93,8 @@ class Controller:
         self.hint = terminal.hint_of(self.collector)  # before the last report is gone
         self.folder = Path(settings.report_dir)
         scratch.remove_abandoned()
-        self.scratch = scratch.make("run", keep=settings.debug)
+        parent = None if settings.debug else scratch_root()  # what stays is no use of memory
+        self.scratch = scratch.make("run", parent, keep=settings.debug)
         self.commands = Commands(settings, self.scratch, self.folder / "logs" / "commands.log")
         self.progress = Progress(console, len(selection.variants))
         self.began = time.monotonic()

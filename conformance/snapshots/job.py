@@ -19,6 +19,7 @@ from kvconform.contract.case import Case
 from kvconform.contract.loader import Spec, load_spec
 from kvconform.contract.profile import select as select_profile
 from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.files import scratch_root
 from kvconform.process import scratch
 from kvconform.process.servers import Servers
 from kvconform.snapshots import normalise
@@ -70,7 +71,7 @@ class Job:
         self.looked_at: set[str] = set()
         self.error: UsageError | EnvironmentProblem | None = None
         self._numbers = itertools.count()
-        self._scratch = scratch.make("snapshot")
+        self._scratch = scratch.make("snapshot", scratch_root())
         self._servers = Servers(
             settings, self._scratch / "servers", Path(settings.report_dir) / "logs"
         )

@@ -281,6 +281,7 @@ def test_gitlab_gets_its_own(repository: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_the_template_passes_and_a_fault_in_it_is_found(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     done = init(tmp_path, "--template", "new", runner="")

@@ -31,7 +31,7 @@ time.sleep(600)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(scratch, "scratch_root", lambda: None)
+    monkeypatch.setattr(scratch, "MEMORY", str(tmp_path))
     return tmp_path
 
 
