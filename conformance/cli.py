@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from kvconform import __version__
 from kvconform.compat import installed
 from kvconform.errors import EnvironmentProblem, KvconformError
 from kvconform.explore.cli import explore
@@ -57,6 +58,28 @@ SELECT = (
 )
 ENGINE = "engines to run on; live: the complete vLLM (docs/live.md) [all: reference and vllm]"
 ROLES = "kv_both|kv_producer|kv_consumer"
+
+
+def _version(wanted: bool) -> None:
+    """Print the version, and end the program."""
+    if wanted:
+        typer.echo(f"kvconform {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def every(
+    _: Annotated[
+        bool,
+        option(
+            "--version",
+            callback=_version,
+            is_eager=True,
+            help="version of kvconform; `kvconform version` has those of its surroundings, too",
+        ),
+    ] = False,
+) -> None:
+    """Take the options that come before a command."""
 
 
 @app.command()

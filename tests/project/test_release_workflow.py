@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import kvconform
+from kvconform.cli import app
 from kvconform.contract.yaml12 import parse
 from kvconform.dev import release
 from places import ROOT
@@ -65,6 +67,8 @@ def test_the_build_checks_the_tag() -> None:
 def test_the_version_is_the_same_everywhere() -> None:
     assert list(release.version_problems(ROOT, kvconform.__version__, None)) == []
     assert list(release.version_problems(ROOT, "9.9.9", None))
+    said = CliRunner().invoke(app, ["--version"])
+    assert (said.exit_code, said.output) == (0, f"kvconform {kvconform.__version__}\n")
 
 
 @pytest.mark.parametrize("name", ["MANIFEST.in", "CHANGELOG.md"])
