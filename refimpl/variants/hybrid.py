@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.paging import NULL_BLOCK
 from kvconform.refimpl.plan import Load, Piece, Save, cut
+from kvconform.refimpl.telemetry import COUNTERS
 from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
@@ -241,11 +242,11 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
         self._failed = set()
         return results
 
-    def _load_layer(self, piece: Piece, layer: str) -> bool:
+    def _load_counted(self, piece: Piece, layer: str) -> bool:
         assert isinstance(piece, Share)
         if self._number[layer] != piece.part.number:
             return True  # the layer is of another group
-        return super()._load_layer(piece, layer)
+        return super()._load_counted(piece, layer)
 
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         mine = tuple(
@@ -257,7 +258,10 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
 
     @classmethod
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        return {**super().kvconform_capabilities(extra_config), "kv_events": False}
+        found = super().kvconform_capabilities(extra_config) | {"kv_events": False}
+        if cls is HybridConnector:
+            found["metrics"] = COUNTERS
+        return found
 
 
 def _part(number: int, spec: Any, ranks: int) -> Part:
