@@ -97,6 +97,7 @@ PROVENANCE = (
     "poison",
     "other_request",
     "other_identity",
+    "other_prefix",
     "other_position",
     "rejected_draft",
     "past_end",

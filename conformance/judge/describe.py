@@ -66,8 +66,8 @@ def _wrong(e: Event) -> str:
     side = {"k": "K", "v": "V", "both": "K and V"}[e["kv"]]
     memory = f"{_layer(e)}, block {e['block']}, {_VIA[e['via']]}"
     found = e["found"].replace("_", " ")
-    if e["found"] == "other_request":
-        found = "KV of another request"
+    if e["found"] in ("other_request", "other_prefix"):
+        found = _FOUND[e["found"]]
     text = f"{side} of {where} of request {e['req']} ({memory}) hold {found}: {e['origin']}"
     return f"after damage to what was stored, {text}" if e.get("damaged") else text
 
@@ -656,6 +656,7 @@ _FOUND = {
     "other_layer": "KV of another layer",
     "other_group": "KV of another KV cache group",
     "other_identity": "KV of another identity (salt, adapter, image)",
+    "other_prefix": "KV of the same tokens behind another prefix",
     "stale_generation": "KV of an earlier request of the same id",
     "rejected_draft": "KV of rejected drafts",
     "past_end": "KV of positions past the end of the request",

@@ -398,5 +398,6 @@ def _classify(origin: Origin, content: int, reader: Chain, pos: int, loading: bo
     if origin.plain in reader.plain:
         return "other_identity"
     if origin.req != reader.req:
-        return "other_request"
+        same = origin.kind == "token" and origin.token == reader.tokens[pos]
+        return "other_prefix" if same else "other_request"
     return "past_end" if origin.generation == reader.generation else "stale_generation"

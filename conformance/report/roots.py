@@ -18,6 +18,9 @@ from kvconform.judge.records import Row, Verdict
 from kvconform.report.causes import by_cause
 from kvconform.report.stage import Stage, stage
 
+UNANNOUNCED = "events.complete"
+CLAIMS = ("lookup.identity", "lookup.truth")
+"""Requirements on lookups: what is claimed wrongly was not announced for this request either."""
 MOVING = (Stage.SAVE, Stage.LOAD)
 """Stages in which a connector copies KV."""
 
@@ -122,9 +125,17 @@ def _leader(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | No
     """Return the group that tells more of the same mistake as `group` in each of its runs.
 
     That is a load which went wrong by the same outdated table as a save, or a load of which `group`
-    does not tell what went wrong.
+    does not tell what went wrong, or lookups that find what was stored, and announced, for others.
     """
     first = group[0]
+    if first.requirement == UNANNOUNCED:
+        claims = [
+            one for one in groups if one[0].requirement in CLAIMS and _may_hide(one[0], first)
+        ]
+        told = [{row.run for row in group if _claimed(row, one)} for one in claims]
+        if {row.run for row in group} - set().union(*told):
+            return None
+        return max(zip(claims, told, strict=True), key=lambda one: len(one[1]))[0]
     for other in groups:
         tells = stage(other[0]) is Stage.LOAD and other[0].side is not None
         if other is group or not tells or not _may_hide(other[0], first):
@@ -134,6 +145,18 @@ def _leader(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | No
         if stage(first) is Stage.LOAD and first.side is None and _all_in(group, other, _of_load):
             return other
     return None
+
+
+def _claimed(missed: Row, claims: Sequence[Row]) -> bool:
+    """Return whether one of the wrong claims is in the run of a missing announcement.
+
+    It is about the same lookup, which is recorded after what was announced for it, or came before.
+    """
+    return any(
+        claim.run == missed.run
+        and (_of_load(claim) == _of_load(missed) is not None or _before(claim.event, missed.event))
+        for claim in claims
+    )
 
 
 def _all_in(

@@ -92,6 +92,10 @@ CASES: dict[str, tuple[Wrong, tuple[str, ...]]] = {
         lambda w: w.row(w.chain("b", 0, TOKENS).ids[3]),
         ("token 14", "position 3", "request b"),
     ),
+    "other_prefix": (
+        lambda w: w.row(w.chain("b", 0, [1, 2, 3, TOKENS[3]]).ids[3]),
+        ("token 14", "position 3", "request b"),
+    ),
     "other_position": (lambda w: w.row(w.reader.ids[2]), ("token 13", "position 2", "request a")),
     "on_failed_load": (unsound, ("token 14", "position 3", "request a", "load that failed")),
     "rejected_draft": (draft, ("draft", "position 3", "request a")),
@@ -147,6 +151,7 @@ def test_bytes_get_their_name_and_their_origin_told(name: str) -> None:
 COMPUTED_FOR = {
     "other_request": ("b", 3),
     "other_identity": ("b", 3),
+    "other_prefix": ("b", 3),
     "other_position": ("a", 2),
     "on_failed_load": ("a", 3),
     "rejected_draft": ("a", 3),

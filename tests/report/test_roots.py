@@ -74,6 +74,26 @@ def test_a_load_of_which_the_bytes_are_explained_explains_what_it_left_out() -> 
     assert len(roots([first, second])) == 2, "another load"
 
 
+def test_what_a_wrong_lookup_finds_was_announced_for_others() -> None:
+    """Each missing announcement belongs to one lookup or another that claims what is not there."""
+
+    def at(requirement: str, case: str, req: str, event: int) -> Row:
+        found = row(requirement, case, event=event)
+        found.step, found.req = 6, req
+        return found
+
+    silent = [at("events.complete", case, "b", 3) for case in ("c", "d")]
+    claims = [at("lookup.identity", "c", "b", 4), at("lookup.truth", "d", "b", 4)]
+    assert sorted(shape(roots([*silent, *claims])), key=lambda one: -len(one[1])) == [
+        ("lookup.identity", ["events.complete"], []),
+        ("lookup.truth", [], []),
+    ]
+    claims[1].req = "x"
+    assert len(roots([*silent, *claims])) == 3, "another lookup"
+    claims[1].event = 2
+    assert len(roots([*silent, *claims])) == 2, "an earlier one"
+
+
 def test_of_wrong_saves_and_loads_the_explained_one_comes_first() -> None:
     plain = row("save.confirmed")
     explained = told("load.position", "other", "load", ("b", 11))
