@@ -16,6 +16,7 @@ from kvconform.config.catalogue import versions
 from kvconform.contract.loader import Spec
 from kvconform.errors import UsageError
 from kvconform.judge.aggregate import aggregate
+from kvconform.judge.describe import spans
 from kvconform.judge.records import Row, Verdict
 from kvconform.report import jsonl
 from kvconform.report.collector import LOADED
@@ -62,9 +63,9 @@ class Digest(BaseModel):
     adapters: list[str] = []
     device: str = "cpu"
     seed: int = 0
-    seeds: int = Field(
-        default=0,
-        description="number of random workloads, from `seed` on; 0 unless the report is a campaign",
+    seeds: str = Field(
+        default="",
+        description="numbers of the random workloads, as 0-19; empty unless all runs are of those",
     )
     verdict: str
     complete: bool = Field(description="the report has an end")
@@ -136,8 +137,9 @@ def _digest(
             failure = "risks"
         areas[requirement.area] = _counted(area, name, status, failure)
     drawn = {row.case for row in rows if row.verdict not in UNMADE}
+    campaign = all(map(RANDOM.fullmatch, drawn))
     return Digest(
-        seeds=len(drawn) if drawn and all(map(RANDOM.fullmatch, drawn)) else 0,
+        seeds=spans({int(name.rpartition("-")[2]) for name in drawn}) if campaign else "",
         entry=entry,
         engine=engine,
         date=date,
