@@ -23,9 +23,20 @@ def work(message: Message, fds: Sequence[int], environment: Mapping[str, str | N
     """
     become(message, fds)
     add(environment)
+    draw_afresh()
     first = sys.stdin.readline()
     if first:  # otherwise the controller has ended
         exec(eval(first))
+
+
+def draw_afresh() -> None:
+    """Seed numpy's generator, as in a new interpreter; Python does that to its own in each fork.
+
+    Otherwise all workers would draw the same numbers, and connectors name by them what others see.
+    """
+    random = sys.modules.get("numpy.random")
+    if random is not None:
+        random.seed()
 
 
 def add(environment: Mapping[str, str | None]) -> None:

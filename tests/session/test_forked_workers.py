@@ -34,7 +34,7 @@ server.serve()
 """
 """A process that forks workers, but has not imported vLLM."""
 FACTS = """
-import os
+import os, random, numpy
 links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
 kinds = [os.readlink(each).partition(":")[0] for each in links if os.path.exists(each)]
 channel.send({
@@ -45,6 +45,7 @@ channel.send({
     "epoll": sum("eventpoll" in os.readlink(each) for each in links if os.path.lexists(each)),
     "here": os.getcwd(),
     "mark": os.environ.get("MARK"),
+    "drawn": [random.random(), float(numpy.random.random())],
 })
 """
 
@@ -94,13 +95,15 @@ def facts(group: execnet.Group) -> tuple[Any, dict[str, Any]]:
 
 
 def test_workers_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with cold_process() as (channel, process):
+    with cold_process("import numpy.random\n") as (channel, process):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("MARK", "set after the process was started")
         with workers(channel) as group:
             first, second = facts(group)[1], facts(group)[1]
+            drawn: set[float] = set()
             for found in (first, second):
                 assert found.pop("parent") == process.pid
+                drawn.update(found.pop("drawn"))
                 pid = found.pop("pid")
                 assert psutil.Process(pid).is_running()
                 assert found == {
@@ -110,6 +113,7 @@ def test_workers_share_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                     "here": str(tmp_path),
                     "mark": "set after the process was started",
                 }
+            assert len(drawn) == 4
         channel.close()
         assert process.wait(30) == 0  # it ends with its controller and its workers
 
