@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -22,6 +23,8 @@ from kvconform.process.server import has_placeholder
 from kvconform.session import wire
 
 START_LIMIT = 600.0
+QUIET = 60.0
+"""Seconds of an import after which it is said that it takes long."""
 PATH = "PYTHONPATH"
 
 
@@ -85,9 +88,8 @@ class ForkedIO(Popen2IO):
             request = wire.request_of("work") | {"arguments": ["-c"]}
             wire.send(channel, request, [theirs_in, theirs_out, 2, theirs.fileno()])
             theirs.close()
-            self._worker.settimeout(start_limit())
+            _await(self._worker)
             self._pid = int(wire.receive(self._worker)[0]["pid"])
-            self._worker.settimeout(None)
         except BaseException:
             for end in (ours_out, ours_in):
                 os.close(end)
@@ -111,6 +113,23 @@ class ForkedIO(Popen2IO):
         if self._exit is None:
             with contextlib.suppress(OSError):
                 os.kill(self._pid, signal.SIGKILL)
+
+
+def _await(answer: socket.socket) -> None:
+    """Wait until there is an answer; say so if that takes long. TimeoutError after the limit."""
+    limit = start_limit()
+    quiet = min(QUIET, limit)
+    if select.select([answer], [], [], quiet)[0]:
+        return
+    if quiet < limit:
+        print(
+            f"kvconform: importing vLLM takes more than {quiet:g} s; after {limit:g} s"
+            f" ({watchdog.START_SECONDS}) the workers import it themselves",
+            file=sys.stderr,
+        )
+        if select.select([answer], [], [], limit - quiet)[0]:
+            return
+    raise TimeoutError
 
 
 @contextlib.contextmanager

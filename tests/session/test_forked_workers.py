@@ -143,8 +143,11 @@ def test_without_the_process_workers_are_interpreters() -> None:
             assert facts(group)[1]["parent"] == os.getpid()
 
 
-def test_a_process_that_takes_too_long_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_takes_too_long_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv(START_SECONDS, "0.2")
+    monkeypatch.setattr(gateways, "QUIET", 0.1)
     asked: list[socket.socket] = []
     ours, theirs = socket.socketpair()  # no process reads from `theirs`
 
@@ -159,6 +162,8 @@ def test_a_process_that_takes_too_long_is_waited_for_once(monkeypatch: pytest.Mo
         finally:
             group.terminate(timeout=5)
     assert len(asked) == 1
+    sentence = "importing vLLM takes more than 0.1 s; after 0.2 s (KVCONFORM_START_SECONDS)"
+    assert capfd.readouterr().err.count(sentence) == 1
 
 
 def test_create_io_is_restored() -> None:
