@@ -256,7 +256,7 @@ def start(settings: Settings, path: Path) -> None:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=findable(environment_of(settings)),
+            env=findable(environment_of(settings), sys.path),
             start_new_session=True,
         )
     limit = start_limit()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import importlib.metadata
 import os
 import stat
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import kvconform
+from kvconform.compat import installed
 from kvconform.errors import EnvironmentProblem
 
 
@@ -137,9 +137,5 @@ def digest(environment: Mapping[str, str]) -> str:
 
 
 def _vllm() -> list[str]:
-    """Return vLLM's version and the directory of its distribution, if it is installed."""
-    try:
-        found = importlib.metadata.distribution("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    return [found.version, str(found.locate_file(""))]
+    """Return vLLM's version, and the directory that this process would import, if there is one."""
+    return [str(installed.vllm_version()), str(installed.vllm_root())]

@@ -6,12 +6,14 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvconform.compat import installed
 from kvconform.session import wire
 from kvconform.watch import place
 
@@ -88,3 +90,17 @@ def test_messages_carry_file_descriptors(tmp_path: Path) -> None:
         ours.close()
         with pytest.raises(EOFError):
             wire.receive(theirs)
+
+
+def test_another_vllm_has_another_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that starts in a checkout of vLLM may import that one."""
+    before = place.socket_of({})
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    installed.vllm_root.cache_clear()
+    try:
+        assert place.socket_of({}) != before
+    finally:
+        installed.vllm_root.cache_clear()
