@@ -475,6 +475,7 @@ def test_a_run_that_is_missing_is_no_answer(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(installed.vllm_root() is None, reason="needs vLLM")
 @pytest.mark.e2e
+@pytest.mark.long
 def test_a_matrix_of_the_installed_release(tmp_path: Path) -> None:
     arguments = [
         "--at",
