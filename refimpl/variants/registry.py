@@ -11,7 +11,8 @@ They cover, by section of systems.md:
 - B14: pins (`tiers`);
 - C1: keys of chunks;
 - C2, C3: tiers, eviction and slow writes to a lower level (`tiers`, `behind`);
-- C4: transfers after the step (`fencing`, `threads`);
+- C4: transfers after the step (`fencing`, `threads`), prefetch, batches and two buffers
+  (`buffered`);
 - C7: codecs (`int8`, `int4`, `entropy-coded`);
 - C8: chunks that are not a prefix (`blending`);
 - C9: layers on streams, with few staging buffers (`STREAMED`, `staged`).
@@ -51,6 +52,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "fenced": (f"{HERE}.fencing:Fenced", {"async_saves": True, "save_delay": 3}),
     "threads": (f"{HERE}.threads:Threads", {"load": "async", "async_saves": True}),
+    "buffered": (f"{HERE}.buffered:Buffered", {}),
+    "buffered-async": (
+        f"{HERE}.buffered:Buffered",
+        {"load": "async", "async_saves": True, "batch": 3, "prefetch": 4},
+    ),
     "tiered-lru": (f"{HERE}.tiers:Tiered", {}),
     "tiered-lfu": (f"{HERE}.tiers:Tiered", {"evict": "lfu", "store_chunks": 96, "load": "async"}),
     "three-levels": (

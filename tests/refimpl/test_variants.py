@@ -26,6 +26,8 @@ CASES = (
     "speculation.mixed",
 )
 MATTERS = {  # what is only different elsewhere
+    "buffered": ("cache.prefetched",),
+    "buffered-async": ("cache.prefetched",),
     "chunk-256": ("chunked.large-chunks",),
     "divergent": ("groups.divergent",),
     "foresees-failures": ("chunked.boundaries",),
