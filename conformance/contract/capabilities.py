@@ -41,6 +41,9 @@ CAPABILITIES: dict[str, Capability] = {
     "persistent": Capability(
         False, _YES_NO, "its store outlives the process: a restarted engine loads what it holds"
     ),
+    "shared": Capability(
+        False, _YES_NO, "its engines find what the others have stored, by the content alone"
+    ),
     "saves": Capability(
         "none",
         (Literal["none", "prompt", "all"], "one of none, prompt, all"),

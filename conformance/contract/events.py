@@ -19,7 +19,7 @@ from kvconform.errors import one_line, place_of
 
 COMMON_FIELDS = ("kind", "seq", "step")
 ENGINE_FIELD = "on"
-"""The engine that an event is about, in runs of two engines. Runs of one engine do not have it."""
+"""The engine that an event is about, in runs of several engines; others do not have it."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -189,10 +189,10 @@ _kind(
     "profile.expectation",
     "harness",
     "what:str req:str of:str? resumed:bool restarted:bool declared:bool promised:int "
-    "reloadable:int",
+    "reloadable:int across:bool",
     "A request, new or resumed, repeats earlier content: how much of it the capabilities promise "
     "(declared), or the connector brings back of a plain prompt of that length, and how much can "
-    "be loaded; whether the engine was restarted in between.",
+    "be loaded; whether the engine was restarted in between; across = another engine computed it.",
 )
 _kind(
     "profile.repaired",
@@ -233,7 +233,7 @@ _kind(
     "One static check of the connector's class: signature, abstract or class-level method.",
 )
 
-# -- two engines in one run
+# -- several engines in one run
 _kind(
     "run.engines",
     "harness",

@@ -279,7 +279,7 @@ class Empty(Model):
 class Run(Model):
     """Iterate until the engine is idle, at most `max` times (None: the driver's limit).
 
-    With two engines both run. `until` ends the step when that request has finished, even if its
+    With several engines all run. `until` ends the step when that request has finished, even if its
     engine still holds its blocks.
     """
 
@@ -384,7 +384,7 @@ class AddStep(BaseStep):
 
 
 class OnStep(BaseStep):
-    """Drive this one of two engines from here on."""
+    """Drive this one of several engines from here on."""
 
     on: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 

@@ -220,6 +220,8 @@ def _promise(e: Event) -> str:
         again = f"{e['req']}, resumed after a preemption, repeats {e['of']}"
     if e["restarted"]:
         again = f"after a restart, {again}: some of"
+    elif e["across"]:
+        again += ", which another engine has computed:"
     else:
         again += ":"
     return f"{again} {many(e['promised'], 'token')} should have come back, {e['reloadable']} did"
@@ -739,7 +741,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "engine.lifecycle": ("op", "error_type", "error_at"),
     "engine.crash": ("where", "hook", "error_type", "error_at"),
     "cache.reset": ("phase",),
-    "profile.expectation": ("what", "resumed", "restarted"),
+    "profile.expectation": ("what", "resumed", "restarted", "across"),
     "soak.grown": ("holder", "place"),
     "case.expectation": ("what",),
     "engine.api": ("item",),

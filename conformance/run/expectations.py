@@ -293,6 +293,7 @@ class Reloads:
             promised=promised,
             reloadable=found,
             restarted=self._restarted(source),
+            across=self._is_of_another_engine(source, event),
         )
 
     def _is_promised(self, source: str, request: Any) -> bool:
@@ -369,6 +370,11 @@ class Reloads:
         if found < promised and not state.promises.declared:
             promised = min(promised, promise(room=ROOM))
         return promised, found
+
+    def _is_of_another_engine(self, source: str, lookup: Event) -> bool:
+        """Return whether another engine of the run has computed `source`."""
+        mine = self._of_source("req.finished", source)
+        return any(e.get("on") != lookup.get("on") for e in mine)
 
     def _restarted(self, source: str) -> bool:
         """Return whether the engine was restarted after `source` had ended."""

@@ -13,6 +13,7 @@ They cover, by section of systems.md:
 - C2, C3: tiers, eviction and slow writes to a lower level (`tiers`, `behind`);
 - C4: transfers after the step (`fencing`, `threads`), prefetch, batches and two buffers
   (`buffered`);
+- C5: engines that find each other's KV (`neighbours`);
 - C7: codecs (`int8`, `int4`, `entropy-coded`);
 - C8: chunks that are not a prefix (`blending`);
 - C9: layers on streams, with few staging buffers (`STREAMED`, `staged`).
@@ -57,6 +58,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         f"{HERE}.buffered:Buffered",
         {"load": "async", "async_saves": True, "batch": 3, "prefetch": 4},
     ),
+    "peer-to-peer": (f"{HERE}.neighbours:PeerToPeer", {"load": "async"}),
     "tiered-lru": (f"{HERE}.tiers:Tiered", {}),
     "tiered-lfu": (f"{HERE}.tiers:Tiered", {"evict": "lfu", "store_chunks": 96, "load": "async"}),
     "three-levels": (

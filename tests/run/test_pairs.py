@@ -124,8 +124,8 @@ def test_parameters_travel_as_json(params: dict[str, Any], problem: str | None) 
     ("change", "sentence"),
     [
         ({"steps": [{"on": "q"}]}, "`on` names engine 'q'"),
-        ({"config": {"engines": {"p": "kv_both"}}}, "two or none"),
-        ({"steps": [{"restart": "engine"}]}, "not possible with two engines"),
+        ({"config": {"engines": {"p": "kv_both"}}}, "none or several"),
+        ({"steps": [{"restart": "engine"}]}, "not possible with several engines"),
         (
             {
                 "config": {},
