@@ -11,6 +11,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from kvconform.errors import UsageError, did_you_mean
 
 _YES_NO = (bool, "true or false")
+Operation = Literal["lookup", "clear", "move", "pin", "compress"]
+"""Operations of a controller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,14 @@ CAPABILITIES: dict[str, Capability] = {
         False,
         _YES_NO,
         "keeps what a lookup has claimed until it is loaded or the request is not admitted",
+    ),
+    "controller": Capability(
+        (),
+        (
+            tuple[Operation, ...] | list[Operation],
+            "a list of lookup, clear, move, pin and compress",
+        ),
+        "what an operator may ask of the stored KV, by the methods of its kvconform_controller()",
     ),
     "fault_injection": Capability(False, _YES_NO, "lets the harness make loads fail"),
     "kv_events": Capability(False, _YES_NO, "publishes KV events for all that it stores"),

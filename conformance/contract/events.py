@@ -173,6 +173,22 @@ _kind(
     "servers.",
 )
 _kind(
+    "control.done",
+    "harness",
+    "do:str of:str to:str? before:int after:int there:int? error:str?",
+    "The connector's controller did something with the content of a request, as the case asks: the "
+    "tokens that it finds from the start before and after; there = those at the level that they "
+    "were moved to.",
+)
+_kind(
+    "control.result",
+    "harness",
+    "do:str of:str req:str said:int usable:int local:int tokens:int",
+    "The first lookup after a controller did something, of a request that repeats that content: "
+    "said = the tokens that the controller found afterwards; usable = those, as far as the request "
+    "has them, in whole blocks, without the last token.",
+)
+_kind(
     "clock.advanced",
     "harness",
     "seconds:float why:str",

@@ -349,6 +349,24 @@ def _cache_loaded(e: Event) -> str:
     )
 
 
+def _controlled(e: Event) -> str:
+    if e["error"]:
+        return f"the controller's {e['do']} of {e['of']} raised {e['error']}"
+    there = "" if e["there"] is None else f", {e['there']} of them at the {e['to']} level"
+    return (
+        f"the controller's {e['do']} of {e['of']}: it found {many(e['before'], 'token')} before,"
+        f" and {e['after']} after{there}"
+    )
+
+
+def _control_result(e: Event) -> str:
+    return (
+        f"after the controller's {e['do']} of {e['of']}, when it found"
+        f" {many(e['said'], 'token')}, {e['req']}, which repeats it (usable: {e['usable']}), was"
+        f" answered {many(e['tokens'], 'token')} after {e['local']} local ones"
+    )
+
+
 def _events_lookup(e: Event) -> str:
     text = (
         f"{e['req']} got {many(e['got'], 'token')} ({e['local']} of them local),"
@@ -604,6 +622,8 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "meta.built": _built,
     "meta.bound": _bound,
     "plan": _plan,
+    "control.done": _controlled,
+    "control.result": _control_result,
     "cache.lookup": _cache_lookup,
     "cache.loaded": _cache_loaded,
     "cache.state": _cache_state,

@@ -305,6 +305,8 @@ class Reloads:
             return False
         if self._broke(source) or self._outlived(source):
             return False
+        if any(self.state.start_alike(name, source) for name in self.state.cleared):
+            return False
         add, promises = self.state.adds[source], self.state.promises
         if not may_be_stored(add, self.state.caps):
             return False
@@ -399,10 +401,8 @@ class Reloads:
             for e in events
             if e["kind"] == "alloc" and e["external"] > 0 and e["req"] in state.failing
         }
-        first = state.prompts[source][:1]
         return any(
-            state.ids[name] in failed and tokens[:1] == first
-            for name, tokens in state.prompts.items()
+            state.ids[name] in failed and state.start_alike(name, source) for name in state.prompts
         )
 
     def _outlived(self, source: str) -> bool:

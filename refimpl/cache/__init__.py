@@ -12,5 +12,6 @@ It is an example for connector authors, and does not need vLLM. From the bottom 
 - `batches`: several values in one call. `prefetch`: values in memory before they are read.
   `staging`: two buffers between the store and the paged cache.
 - `peers`: values of other engines, found by key.
+- `controller`: what an operator may ask of the levels: clear, move, pin, compress.
 - `chunks`: the store of a connector's rank: chunks of KV, layer by layer, over a back end.
 """

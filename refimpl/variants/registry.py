@@ -14,6 +14,7 @@ They cover, by section of systems.md:
 - C4: transfers after the step (`fencing`, `threads`), prefetch, batches and two buffers
   (`buffered`);
 - C5: engines that find each other's KV (`neighbours`);
+- C6: a controller (`controlled`);
 - C7: codecs (`int8`, `int4`, `entropy-coded`);
 - C8: chunks that are not a prefix (`blending`);
 - C9: layers on streams, with few staging buffers (`STREAMED`, `staged`).
@@ -69,6 +70,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layerwise": True,
         },
     ),
+    "controlled": (f"{HERE}.controlled:Controlled", {"store_chunks": 24}),
     "write-behind": (f"{HERE}.behind:SlowWriteBehind", {"load": "async"}),
     "undecided": (f"{HERE}.loading:Undecided", {}),
     "uneven": (f"{HERE}.loading:Uneven", {}),

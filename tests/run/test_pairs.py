@@ -134,7 +134,7 @@ def test_parameters_travel_as_json(params: dict[str, Any], problem: str | None) 
                     {"add": {"req": "b", "prompt": 3, "handed": "a"}},
                 ],
             },
-            "needs two",
+            "needs several",
         ),
     ],
 )
