@@ -11,6 +11,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 from kvconform.errors import UsageError, did_you_mean
 
 _YES_NO = (bool, "true or false")
+Meaning = Literal[
+    "bytes_loaded", "tokens_granted", "tokens_missed", "bytes_saved", "evictions", "load_seconds"
+]
+"""Meanings of counters."""
 Operation = Literal["lookup", "clear", "move", "pin", "compress"]
 """Operations of a controller."""
 
@@ -118,11 +122,13 @@ CAPABILITIES: dict[str, Capability] = {
     "metrics": Capability(
         {},
         (
-            dict[Literal["bytes_loaded", "tokens_granted"], list[str]],
-            "a mapping of bytes_loaded or tokens_granted to lists of names",
+            dict[Meaning, list[str]],
+            "a mapping of bytes_loaded, tokens_granted, tokens_missed, bytes_saved, evictions or "
+            "load_seconds to lists of names",
         ),
         "names of counters in the log or among the metrics, by their meaning: bytes that loads "
-        "wrote, tokens that the engine granted",
+        "wrote, tokens that the engine granted or that lookups did not find, bytes that were "
+        "saved, entries that left a level, seconds of loads",
     ),
     "transfer": Capability(
         False,

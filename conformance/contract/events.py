@@ -385,10 +385,10 @@ _kind(
 _kind(
     "stats.compared",
     "hooks",
-    "what:str name:str place:str value:float seen:int most:int",
+    "what:str name:str place:str value:float seen:float most:float",
     "At the end of a run in which every load became due: a counter that the connector declares "
     "(capability metrics). what = its meaning; place = log or metrics (empty: the name was in "
-    "neither); value = its total; seen = what the suite saw; most = the same in whole blocks.",
+    "neither); value = its total; seen and most = the least and the most that it may be.",
 )
 _kind(
     "report.landed",

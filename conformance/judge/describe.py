@@ -422,13 +422,22 @@ def _stats_total(e: Event) -> str:
 def _stats_compared(e: Event) -> str:
     place = f" ({e['place']})" if e["place"] else ""
     counted = f"the connector counted {e['value']:g} as {e['name']}{place}"
+    words = _SEEN.get(e["what"], f"{e['what']} was")
+    if e["what"] in ("bytes_saved", "evictions", "load_seconds"):
+        return f"{counted}, and {words} between {e['seen']:g} and {e['most']:g}"
     whole = f" ({e['most']} in whole blocks)" if e["most"] != e["seen"] else ""
-    return f"{counted}, and {_SEEN.get(e['what'], e['what'])} {e['seen']}{whole}"
+    if e["what"] == "tokens_missed" and whole:
+        whole = f" ({e['most']} with resumed requests)"
+    return f"{counted}, and {words} {e['seen']}{whole}"
 
 
 _SEEN = {
     "bytes_loaded": "the bytes that loads wrote were",
     "tokens_granted": "the tokens that the engine granted were",
+    "tokens_missed": "the tokens that lookups of admitted requests did not find were",
+    "bytes_saved": "the bytes that were saved must be",
+    "evictions": "the entries that left a level must be",
+    "load_seconds": "the seconds of the loads must be",
 }
 
 

@@ -17,6 +17,7 @@ They cover, by section of systems.md:
 - C6: a controller (`controlled`);
 - C7: codecs (`int8`, `int4`, `entropy-coded`);
 - C8: chunks that are not a prefix (`blending`);
+- C10: counters (`metered`);
 - C9: layers on streams, with few staging buffers (`STREAMED`, `staged`).
 """
 
@@ -71,6 +72,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "controlled": (f"{HERE}.controlled:Controlled", {"store_chunks": 24}),
+    "metered": (f"{HERE}.metered:Metered", {"store_chunks": 24}),
     "write-behind": (f"{HERE}.behind:SlowWriteBehind", {"load": "async"}),
     "undecided": (f"{HERE}.loading:Undecided", {}),
     "uneven": (f"{HERE}.loading:Uneven", {}),

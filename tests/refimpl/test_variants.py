@@ -36,6 +36,7 @@ MATTERS = {  # what is only different elsewhere
     "in-parts": ("chunked.boundaries",),
     "int8": ("cache.stored-again",),
     "instance-hooks": ("multi.after-winner",),
+    "metered": ("cache.demoted", "lifecycle.statistics"),
     "one-group-only": ("groups.chunked",),
     "refuses-latent-layers": ("layout.latent",),
     "peer-to-peer": ("transfer.three-engines",),
