@@ -7,7 +7,7 @@ They cover, by section of systems.md:
   `whole-chunks`);
 - B8: roles (`stores-nothing`, `peer`);
 - B12: options per request (`selective`, `honours-skip`);
-- B13: disaggregated prefill (`peer`);
+- B13: disaggregated prefill (`peer`; `pusher`: chunk by chunk);
 - B14: pins (`tiers`);
 - C1: keys of chunks;
 - C2, C3: tiers, eviction and slow writes to a lower level (`tiers`, `behind`);
