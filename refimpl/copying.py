@@ -32,7 +32,7 @@ class Copying:
     _bad: set[int]
     _sent: set[str]
 
-    def _count(self, name: str, by: int = 1) -> None:
+    def _count(self, name: str, by: float = 1) -> None:
         """Add to a statistic."""
         raise NotImplementedError
 

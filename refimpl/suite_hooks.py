@@ -47,6 +47,8 @@ class SuiteHooks:
         if "chunk_tokens" in extra_config:
             capabilities["kv_events"] = False
             capabilities["chunk_tokens"] = extra_config["chunk_tokens"]
+        if "store" in extra_config:  # by default, a store is that of one engine
+            capabilities["shared"] = True
         codec = CODECS.get(extra_config.get("codec", "raw"))
         if codec is not None and codec.tolerance:
             capabilities["lossy"] = codec.tolerance

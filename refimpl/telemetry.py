@@ -122,7 +122,7 @@ class Telemetry(KVConnectorBase_V1):
         self._announced: dict[str, _Chunk] = {}
         self._events: list[KVCacheEvent] = []
         self._events_epoch = 0
-        self._counts: dict[str, int] = {}
+        self._counts: dict[str, float] = {}
         self._peers: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {}
 
     def _expect(self, tracked: Tracked, pieces: Sequence[Piece]) -> bool:
@@ -177,7 +177,7 @@ class Telemetry(KVConnectorBase_V1):
         taken, self._events = self._events, []
         return taken
 
-    def _count(self, name: str, by: int = 1) -> None:
+    def _count(self, name: str, by: float = 1) -> None:
         self._counts[name] = self._counts.get(name, 0) + by
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

@@ -11,6 +11,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 from kvconform.errors import UsageError, did_you_mean
 
 _YES_NO = (bool, "true or false")
+Meaning = Literal[
+    "bytes_loaded", "tokens_granted", "tokens_missed", "bytes_saved", "evictions", "load_seconds"
+]
+"""Meanings of counters."""
+Operation = Literal["lookup", "clear", "move", "pin", "compress"]
+"""Operations of a controller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,9 @@ CAPABILITIES: dict[str, Capability] = {
     ),
     "persistent": Capability(
         False, _YES_NO, "its store outlives the process: a restarted engine loads what it holds"
+    ),
+    "shared": Capability(
+        False, _YES_NO, "its engines find what the others have stored, by the content alone"
     ),
     "saves": Capability(
         "none",
@@ -100,16 +109,26 @@ CAPABILITIES: dict[str, Capability] = {
         _YES_NO,
         "keeps what a lookup has claimed until it is loaded or the request is not admitted",
     ),
+    "controller": Capability(
+        (),
+        (
+            tuple[Operation, ...] | list[Operation],
+            "a list of lookup, clear, move, pin and compress",
+        ),
+        "what an operator may ask of the stored KV, by the methods of its kvconform_controller()",
+    ),
     "fault_injection": Capability(False, _YES_NO, "lets the harness make loads fail"),
     "kv_events": Capability(False, _YES_NO, "publishes KV events for all that it stores"),
     "metrics": Capability(
         {},
         (
-            dict[Literal["bytes_loaded", "tokens_granted"], list[str]],
-            "a mapping of bytes_loaded or tokens_granted to lists of names",
+            dict[Meaning, list[str]],
+            "a mapping of bytes_loaded, tokens_granted, tokens_missed, bytes_saved, evictions or "
+            "load_seconds to lists of names",
         ),
         "names of counters in the log or among the metrics, by their meaning: bytes that loads "
-        "wrote, tokens that the engine granted",
+        "wrote, tokens that the engine granted or that lookups did not find, bytes that were "
+        "saved, entries that left a level, seconds of loads",
     ),
     "transfer": Capability(
         False,

@@ -91,7 +91,7 @@ class Config(Model):
     )
     engines: dict[Name, Role] = Field(
         default={},
-        description="two engines in one run: name -> kv_role; the first one is driven first",
+        description="several engines in one run: name -> kv_role; the first one is driven first",
     )
     groups: list[GroupKind] = Field(
         default=[],
@@ -311,11 +311,11 @@ class Case(Model):
         return self
 
     @model_validator(mode="after")
-    def _two_engines(self) -> Case:
+    def _several_engines(self) -> Case:
         names = self.config.engines
         ids = [add.arg.id or add.arg.req for add in self.steps if add.op == "add"]
         if names and len(set(ids)) < len(ids):
-            raise ValueError("with two engines every request needs an id of its own")
+            raise ValueError("with several engines every request needs an id of its own")
         groups = self.config.groups
         if len(groups) > 1 and (
             groups[0] != "full" or "latent" in groups or self.engines != ["vllm"]
@@ -338,7 +338,9 @@ class Case(Model):
         if own and self.engines != ["vllm"]:
             raise ValueError(f"{own[0]}: only engine vllm has it")
         if len(names) == 1 or (self.config.multi and "self" not in self.config.multi):
-            raise ValueError("config: engines are two or none; multi has `self` among its children")
+            raise ValueError(
+                "config: engines are none or several; multi has `self` among its children"
+            )
         return self
 
     @property
@@ -463,15 +465,17 @@ def _unfit(step: Step, config: Config, matrix: Matrix) -> str | None:
     if step.op == "on" and step.arg not in names:
         return f"`on` names engine {step.arg!r}; config.engines has {', '.join(names) or 'none'}"
     if names and step.op == "soak":
-        return "`soak` is not possible with two engines"
+        return "`soak` is not possible with several engines"
     affects_store = step.op in ("restart", "shutdown", "damage") or (
         step.op == "reset" and step.arg.connector
     )
     if names and affects_store:
-        return f"`{step.op}` is not possible with two engines: it would affect their common store"
+        return (
+            f"`{step.op}` is not possible with several engines: it would affect their common store"
+        )
     for add in step.adds():
         if not names and add.handed is not None:
-            return "`handed` needs two engines (config.engines)"
+            return "`handed` needs several engines (config.engines)"
         if not isinstance(add.prompt, int):
             continue
         adds = f"adds a prompt of {add.prompt} tokens"

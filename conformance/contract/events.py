@@ -19,7 +19,7 @@ from kvconform.errors import one_line, place_of
 
 COMMON_FIELDS = ("kind", "seq", "step")
 ENGINE_FIELD = "on"
-"""The engine that an event is about, in runs of two engines. Runs of one engine do not have it."""
+"""The engine that an event is about, in runs of several engines; others do not have it."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -174,6 +174,22 @@ _kind(
     "servers.",
 )
 _kind(
+    "control.done",
+    "harness",
+    "do:str of:str to:str? before:int after:int there:int? error:str?",
+    "The connector's controller did something with the content of a request, as the case asks: the "
+    "tokens that it finds from the start before and after; there = those at the level that they "
+    "were moved to.",
+)
+_kind(
+    "control.result",
+    "harness",
+    "do:str of:str req:str said:int usable:int local:int tokens:int",
+    "The first lookup after a controller did something, of a request that repeats that content: "
+    "said = the tokens that the controller found afterwards; usable = those, as far as the request "
+    "has them, in whole blocks, without the last token.",
+)
+_kind(
     "clock.advanced",
     "harness",
     "seconds:float why:str",
@@ -190,10 +206,10 @@ _kind(
     "profile.expectation",
     "harness",
     "what:str req:str of:str? resumed:bool restarted:bool declared:bool promised:int "
-    "reloadable:int",
+    "reloadable:int across:bool",
     "A request, new or resumed, repeats earlier content: how much of it the capabilities promise "
     "(declared), or the connector brings back of a plain prompt of that length, and how much can "
-    "be loaded; whether the engine was restarted in between.",
+    "be loaded; whether the engine was restarted in between; across = another engine computed it.",
 )
 _kind(
     "profile.repaired",
@@ -234,7 +250,7 @@ _kind(
     "One static check of the connector's class: signature, abstract or class-level method.",
 )
 
-# -- two engines in one run
+# -- several engines in one run
 _kind(
     "run.engines",
     "harness",
@@ -370,10 +386,10 @@ _kind(
 _kind(
     "stats.compared",
     "hooks",
-    "what:str name:str place:str value:float seen:int most:int",
+    "what:str name:str place:str value:float seen:float most:float",
     "At the end of a run in which every load became due: a counter that the connector declares "
     "(capability metrics). what = its meaning; place = log or metrics (empty: the name was in "
-    "neither); value = its total; seen = what the suite saw; most = the same in whole blocks.",
+    "neither); value = its total; seen and most = the least and the most that it may be.",
 )
 _kind(
     "report.landed",

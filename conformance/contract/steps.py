@@ -279,7 +279,7 @@ class Empty(Model):
 class Run(Model):
     """Iterate until the engine is idle, at most `max` times (None: the driver's limit).
 
-    With two engines both run. `until` ends the step when that request has finished, even if its
+    With several engines all run. `until` ends the step when that request has finished, even if its
     engine still holds its blocks.
     """
 
@@ -384,7 +384,7 @@ class AddStep(BaseStep):
 
 
 class OnStep(BaseStep):
-    """Drive this one of two engines from here on."""
+    """Drive this one of several engines from here on."""
 
     on: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
@@ -569,6 +569,39 @@ class Damage(Model):
         return self
 
 
+class Control(Model):
+    """What an operator asks the connector's controller to do with the content of request `of`.
+
+    That is its prompt and its output. `to`: the level that it is moved to.
+    """
+
+    do: Literal["lookup", "clear", "move", "pin", "unpin", "compress"]
+    of: Req
+    to: Literal["first", "last"] | None = None
+
+    @model_validator(mode="after")
+    def _a_place_to_move_to(self) -> Control:
+        if (self.do == "move") != (self.to is not None):
+            raise ValueError("control: `move` needs `to`, and nothing else has it")
+        return self
+
+
+class ControlStep(BaseStep):
+    """Ask the connector's controller for something. The engine knows nothing of it."""
+
+    control: Control
+
+    @property
+    def needs(self) -> str | None:
+        """The operation of the controller."""
+        operation = "pin" if self.control.do == "unpin" else self.control.do
+        return f"'{operation}' in cap.controller"
+
+    def mentions(self) -> set[str]:
+        """Return the request."""
+        return {self.control.of}
+
+
 class DamageStep(BaseStep):
     """Damage what the connector has stored, once it has been granted its next load."""
 
@@ -683,6 +716,8 @@ def repeated(step: Step, number: int) -> Step:
     if isinstance(step, FailLoadStep):
         moved = step.fail_load.model_copy(update={"req": named(step.fail_load.req)})
         return FailLoadStep.model_validate({"fail-load": moved})
+    if isinstance(step, ControlStep):
+        return ControlStep(control=step.control.model_copy(update={"of": named(step.control.of)}))
     if isinstance(step, RunStep) and step.run.until:
         return RunStep(run=step.run.model_copy(update={"until": named(step.run.until)}))
     if step.mentions():  # its argument is the name

@@ -55,7 +55,7 @@ class Trace:
 
 
 class PairTrace(Trace):
-    """A trace of two engines, whose events name their engine in `on`.
+    """A trace of several engines, whose events name their engine in `on`.
 
     By default this is the engine that is driven now. Every engine has its own step counter.
     """

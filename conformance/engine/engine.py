@@ -57,6 +57,7 @@ class Engine:
         self.ledger = parts.ledger
         self.watch = parts.watch
         self.telemetry = parts.telemetry
+        self.telemetry.seen.cache = parts.executor.cache
         self.relay = parts.relay
         self.ranks = parts.view.ranks
         self.queue = parts.view.queue

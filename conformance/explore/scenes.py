@@ -215,6 +215,21 @@ def reset_in_chunk(dice: Dice, block: int) -> Scene:
     return Scene(steps, length + 2, {"budget": dice.pick([block // 2, block - 1, block + 2])})
 
 
+def controlled(dice: Dice, block: int) -> Scene:
+    """Let an operator do something with a stored prompt, and ask for it again."""
+    length = dice.number(1, 3) * block + dice.pick([0, 1])
+    do = dice.pick(["lookup", "clear", "move", "pin", "compress"])
+    control: Data = {"do": do, "of": "a"}
+    if do == "move":
+        control["to"] = dice.pick(["first", "last"])
+    steps = [_add("a", length, 2), *DROP, {"control": control}]
+    if dice.one_in(2):
+        steps += [_add("c", dice.number(2, 4) * block, 2), *DROP]
+    steps += [_add("b", {"same": "a"}, 2, reloads="a"), RUN]
+    steps += [{"control": {"do": "unpin", "of": "a"}}] * (do == "pin")
+    return Scene(steps, 4 * block + 3, {"budget": 64}, f"store and '{do}' in cap.controller")
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of scene, and the engines that can run it."""
@@ -238,4 +253,5 @@ SCENES = (
     Kind(damaged),
     Kind(forbidden),
     Kind(reset_in_chunk),
+    Kind(controlled),
 )

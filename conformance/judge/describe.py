@@ -220,6 +220,8 @@ def _promise(e: Event) -> str:
         again = f"{e['req']}, resumed after a preemption, repeats {e['of']}"
     if e["restarted"]:
         again = f"after a restart, {again}: some of"
+    elif e["across"]:
+        again += ", which another engine has computed:"
     else:
         again += ":"
     return f"{again} {many(e['promised'], 'token')} should have come back, {e['reloadable']} did"
@@ -347,6 +349,24 @@ def _cache_loaded(e: Event) -> str:
     )
 
 
+def _controlled(e: Event) -> str:
+    if e["error"]:
+        return f"the controller's {e['do']} of {e['of']} raised {e['error']}"
+    there = "" if e["there"] is None else f", {e['there']} of them at the {e['to']} level"
+    return (
+        f"the controller's {e['do']} of {e['of']}: it found {many(e['before'], 'token')} before,"
+        f" and {e['after']} after{there}"
+    )
+
+
+def _control_result(e: Event) -> str:
+    return (
+        f"after the controller's {e['do']} of {e['of']}, when it found"
+        f" {many(e['said'], 'token')}, {e['req']}, which repeats it (usable: {e['usable']}), was"
+        f" answered {many(e['tokens'], 'token')} after {e['local']} local ones"
+    )
+
+
 def _events_lookup(e: Event) -> str:
     text = (
         f"{e['req']} got {many(e['got'], 'token')} ({e['local']} of them local),"
@@ -402,13 +422,22 @@ def _stats_total(e: Event) -> str:
 def _stats_compared(e: Event) -> str:
     place = f" ({e['place']})" if e["place"] else ""
     counted = f"the connector counted {e['value']:g} as {e['name']}{place}"
+    words = _SEEN.get(e["what"], f"{e['what']} was")
+    if e["what"] in ("bytes_saved", "evictions", "load_seconds"):
+        return f"{counted}, and {words} between {e['seen']:g} and {e['most']:g}"
     whole = f" ({e['most']} in whole blocks)" if e["most"] != e["seen"] else ""
-    return f"{counted}, and {_SEEN.get(e['what'], e['what'])} {e['seen']}{whole}"
+    if e["what"] == "tokens_missed" and whole:
+        whole = f" ({e['most']} with resumed requests)"
+    return f"{counted}, and {words} {e['seen']}{whole}"
 
 
 _SEEN = {
     "bytes_loaded": "the bytes that loads wrote were",
     "tokens_granted": "the tokens that the engine granted were",
+    "tokens_missed": "the tokens that lookups of admitted requests did not find were",
+    "bytes_saved": "the bytes that were saved must be",
+    "evictions": "the entries that left a level must be",
+    "load_seconds": "the seconds of the loads must be",
 }
 
 
@@ -602,6 +631,8 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "meta.built": _built,
     "meta.bound": _bound,
     "plan": _plan,
+    "control.done": _controlled,
+    "control.result": _control_result,
     "cache.lookup": _cache_lookup,
     "cache.loaded": _cache_loaded,
     "cache.state": _cache_state,
@@ -740,7 +771,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "engine.lifecycle": ("op", "error_type", "error_at"),
     "engine.crash": ("where", "hook", "error_type", "error_at"),
     "cache.reset": ("phase",),
-    "profile.expectation": ("what", "resumed", "restarted"),
+    "profile.expectation": ("what", "resumed", "restarted", "across"),
     "soak.grown": ("holder", "place"),
     "case.expectation": ("what",),
     "engine.api": ("item",),

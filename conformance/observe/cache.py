@@ -39,6 +39,11 @@ class CacheObserver:
         self._requests = requests
         self._block_size = block_size
         self._last: dict[str, Any] | None = None
+        self.left: int | None = None
+        """How many entries have left a level between two looks; None: their keys are not shown."""
+        self.levels = 0
+        """How many levels there are."""
+        self._keys: list[set[str]] = []
 
     def listen(self, probe: Probe) -> None:
         """Look at the cache after every lookup."""
@@ -63,7 +68,7 @@ class CacheObserver:
 
     def after_step(self, events: list[Event]) -> None:
         """Look at the cache after a step, of which these are the events so far."""
-        state = self._inspector.cache()
+        state = self._look()
         for event in events:
             arrived = event["kind"] == "load.due" and not event["missing"]
             if arrived and not event["reported_failed"] and event["req"] in self._requests:
@@ -78,6 +83,21 @@ class CacheObserver:
             self._last = state
             self.trace.emit("cache.state", **state)
 
+    def _look(self) -> dict[str, Any]:
+        """Return the state without the keys of entries, and count those that have left a level."""
+        state = dict(self._inspector.cache())
+        levels = state["levels"]
+        if all("keys" in level for level in levels):
+            now = [set(level["keys"]) for level in levels]
+            gone = sum(len(old - new) for old, new in zip(self._keys, now, strict=False))
+            self.left = (self.left or 0) + gone
+            self._keys = now
+        self.levels = len(levels)
+        state["levels"] = [
+            {name: value for name, value in level.items() if name != "keys"} for level in levels
+        ]
+        return state
+
     def at_rest(self, patience: float) -> None:
         """Look at the cache at the end, when the engine has nothing left to do.
 
@@ -85,7 +105,7 @@ class CacheObserver:
         seconds for them.
         """
         deadline = clock.monotonic() + patience
-        while (state := self._inspector.cache())["held"] and clock.monotonic() < deadline:
+        while (state := self._look())["held"] and clock.monotonic() < deadline:
             time.sleep(POLL)
         self.trace.emit("cache.ended", **state)
 

@@ -28,6 +28,7 @@ from kvconform.kv.provenance import ROOT, extend
 from kvconform.observe.call import Call
 from kvconform.observe.digest import canonical, pickle_round_trip
 from kvconform.observe.probe import Probe
+from kvconform.observe.seen import Seen
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,7 @@ class Telemetry:
         self.logged: dict[str, float] = {}
         """Totals of the numbers that the logger would print, by name."""
         self.compared = False
+        self.seen = Seen(trace, probe)
         self.returned = self.filled = 0
         """How many statistics were returned, and how many of them were not empty."""
         self.first = not any(event["kind"] == "request.new" for event in trace.events)
@@ -393,9 +395,9 @@ class Telemetry:
         Only at the end of a run of one engine in which each granted load became due: only then is
         all known that was loaded.
         """
-        seen = self._seen() if self.declared and self._alone() else {}
-        for what, names in self.declared.items() if seen else ():
-            for name in names:
+        seen = self.seen.of_run() if self.declared and self._alone() else {}
+        for what, names in self.declared.items():
+            for name in names if what in seen else ():
                 exported = self.metrics.total(name) if self.metrics else None
                 places = {"log": self.logged.get(name), "metrics": exported}
                 totals = {place: value for place, value in places.items() if value is not None}
@@ -409,27 +411,6 @@ class Telemetry:
                         seen=seen[what][0],
                         most=seen[what][1],
                     )
-
-    def _seen(self) -> dict[str, tuple[int, int]]:
-        """Return what was granted and loaded, by meaning; empty if it is not known.
-
-        As (the granted tokens only, whole blocks): a load may fill the rest of its last block.
-        """
-        grants = [e for e in self.trace.events if e["kind"] == "alloc" and e["external"] > 0]
-        dues = [e for e in self.trace.events if e["kind"] == "load.due"]
-        ends = [e for e in self.trace.events if e["kind"] == "run.end"]
-        is_over = bool(ends) and ends[-1]["quiesced"] and not ends[-1]["crashed"]
-        if not is_over or {e["transfer"] for e in grants} != {e["transfer"] for e in dues}:
-            return {}
-        if any(e["bytes"] is None for e in dues):
-            return {}
-        return {
-            "tokens_granted": (
-                sum(e["external"] for e in grants),
-                sum(_in_whole_blocks(e) for e in grants),
-            ),
-            "bytes_loaded": (sum(e["bytes"] for e in dues), sum(e["most_bytes"] for e in dues)),
-        }
 
     def _loads(self) -> int:
         """Return how many loads have written all that was granted."""
@@ -456,14 +437,6 @@ _OPERATIONS = {
     "BlockRemoved": "removed",
     "AllBlocksCleared": "cleared",
 }
-
-
-def _in_whole_blocks(alloc: Mapping[str, Any]) -> int:
-    """Return the tokens of the blocks that a grant covers, completely or in part."""
-    size = max(tokens for tokens, *_ in alloc["tables"])
-    first = alloc["local"] // size
-    last = -(-(alloc["local"] + alloc["external"]) // size)
-    return int(last - first) * size
 
 
 def _shape(op: str, event: Any, hashes: list[Any], tokens: list[int], size: Any) -> str:

@@ -385,6 +385,11 @@ def _reported(e: Event) -> tuple[str, str]:
     return "transfer", f"{e['req']} {e['direction']} finished{unexpected}"
 
 
+def _controlled(e: Event) -> tuple[str, str]:
+    to = "" if e["to"] is None else f" to the {e['to']} level"
+    return "control", f"{e['do']} {e['of']}{to}: {e['before']} tokens before, {e['after']} after"
+
+
 def _cache_lookup(e: Event) -> tuple[str, str]:
     return "in cache", f"{e['req']} {e['cached']} tokens by level, usable up to {e['usable']}"
 
@@ -430,6 +435,7 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "store.damaged": _damaged,
     "transfer.reported": _reported,
     "plan": _plan,
+    "control.done": _controlled,
     "cache.lookup": _cache_lookup,
     "cache.state": _cache_state,
     "cache.ended": _cache_state,

@@ -21,6 +21,7 @@ from kvconform.contract.scenario import HAND_OVER
 from kvconform.contract.steps import (
     Add,
     Continue,
+    Control,
     Damage,
     FailLoad,
     Idle,
@@ -42,6 +43,7 @@ from kvconform.engine.setup import build
 from kvconform.kernels.codes import mix64
 from kvconform.kv.provenance import Adapter, Identity, Registry, text_id
 from kvconform.process import clock
+from kvconform.run.controls import Controls
 from kvconform.run.damage import Damager
 from kvconform.run.expectations import Expectations, Reloads
 from kvconform.run.forbidden import Forbidden
@@ -115,6 +117,7 @@ class Driver:
             before, variant=variant, trace=trace, caps=caps, promises=promises
         )
         self.damager = Damager(tmp, trace)
+        self.controls = Controls(self.state)
         self.inputs = 0
         """How often a session got more input, or was ended."""
         self._others = set(threading.enumerate())
@@ -141,6 +144,7 @@ class Driver:
             "shutdown": self._shut_down,
             "fail-load": self._fail_load,
             "damage": self._damage,
+            "control": self._control,
             "lookup-only": self._lookup_only,
             "reorder": self._reorder,
             "pause": lambda _: self.engine.pause(True),
@@ -170,6 +174,7 @@ class Driver:
         reloads, forbidden = Reloads(state, engine.oracle.promised), Forbidden(state)
 
         def looked_up(request: Any, event: Event) -> None:
+            self.controls.looked_up(request, event)
             reloads.looked_up(request, event)
             forbidden.looked_up(request, event)
 
@@ -178,7 +183,7 @@ class Driver:
             engine.telemetry.declared = state.caps["metrics"]
         undisturbed = not takes_from_store(variant.case)
         for rank in engine.ranks.members:
-            rank.cache.tolerance = tolerance(state.caps["lossy"])
+            rank.cache.tolerance = max(tolerance(state.caps["lossy"]), state.tolerance)
             rank.worker.oracle.undisturbed = undisturbed
         if self.watcher is not None:
             self.watcher.started(engine)
@@ -483,6 +488,35 @@ class Driver:
     def _damage(self, damage: Damage) -> None:
         if self.engine.connector is not None:
             self.damager.arm(damage, self.engine.probe)
+
+    def _control(self, control: Control) -> None:
+        """Ask the controller. What it has compressed is loaded with that tolerance from then on."""
+        if self.engine.connector is None:
+            return
+        off = self.controls.apply(control, self._like(control.of), self.engine.connector)
+        self.state.tolerance = max(self.state.tolerance, tolerance(off))
+        for rank in self.engine.ranks.members:
+            rank.cache.tolerance = max(rank.cache.tolerance, self.state.tolerance)
+
+    def _like(self, name: str) -> Any:
+        """Return a request that the engine does not know, whose prompt is all of another one."""
+        add = self.state.adds[name]
+        tokens = self.state.requests[name].all_token_ids
+        return build_request(
+            f"like {name}",
+            tokens,
+            max_tokens=1,
+            block_size=self.variant.block_size,
+            stop=False,
+            salt=add.salt,
+            lora=Adapter.of(**add.lora.model_dump()) if add.lora else None,
+            items=[item.model_dump() for item in add.mm],
+            embeds=add.embeds.parts(len(tokens)) if add.embeds else [],
+            priority=add.priority,
+            params=None,
+            skip_reading_prefix_cache=False,
+            arrival=float(len(self.state.adds)),
+        )
 
     def _lookup_only(self, name: str) -> None:
         if self.engine.connector is not None:

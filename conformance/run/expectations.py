@@ -293,6 +293,7 @@ class Reloads:
             promised=promised,
             reloadable=found,
             restarted=self._restarted(source),
+            across=self._is_of_another_engine(source, event),
         )
 
     def _is_promised(self, source: str, request: Any) -> bool:
@@ -303,6 +304,8 @@ class Reloads:
         if getattr(request, "skip_reading_prefix_cache", False):
             return False
         if self._broke(source) or self._outlived(source):
+            return False
+        if any(self.state.start_alike(name, source) for name in self.state.cleared):
             return False
         add, promises = self.state.adds[source], self.state.promises
         if not may_be_stored(add, self.state.caps):
@@ -370,6 +373,11 @@ class Reloads:
             promised = min(promised, promise(room=ROOM))
         return promised, found
 
+    def _is_of_another_engine(self, source: str, lookup: Event) -> bool:
+        """Return whether another engine of the run has computed `source`."""
+        mine = self._of_source("req.finished", source)
+        return any(e.get("on") != lookup.get("on") for e in mine)
+
     def _restarted(self, source: str) -> bool:
         """Return whether the engine was restarted after `source` had ended."""
         ended = False
@@ -393,10 +401,8 @@ class Reloads:
             for e in events
             if e["kind"] == "alloc" and e["external"] > 0 and e["req"] in state.failing
         }
-        first = state.prompts[source][:1]
         return any(
-            state.ids[name] in failed and tokens[:1] == first
-            for name, tokens in state.prompts.items()
+            state.ids[name] in failed and state.start_alike(name, source) for name in state.prompts
         )
 
     def _outlived(self, source: str) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Driver of two engines that run one case in lockstep.
+"""Driver of several engines that run one case in lockstep.
 
 The engines share a store, or are producer and consumer. For the latter the driver passes the
 kv_transfer_params of one engine's requests to the other's, as a proxy does, and records what they

@@ -72,7 +72,8 @@ class Progress:
 class RunState(Progress):
     """State that the driver of a run shares with expectations and handovers.
 
-    `failing` has the ids of requests whose load was made to fail.
+    `failing` has the ids of requests whose load was made to fail, `cleared` the names of those
+    whose content a controller has cleared. `tolerance` is that of content that was compressed.
     """
 
     variant: Variant
@@ -80,6 +81,8 @@ class RunState(Progress):
     caps: dict[str, Any]
     promises: Promises | None
     failing: set[str] = field(default_factory=set)
+    cleared: set[str] = field(default_factory=set)
+    tolerance: float = 0.0
 
     @classmethod
     def resume(cls, before: Progress | None, **run: Any) -> RunState:
@@ -102,6 +105,10 @@ class RunState(Progress):
         """
         same = [other for other in self.adds if self.ids[other] == self.ids[name]]
         return same.index(name)
+
+    def start_alike(self, name: str, other: str) -> bool:
+        """Return whether the prompts of two requests begin with the same token."""
+        return self.prompts[name][:1] == self.prompts[other][:1]
 
     def incarnation(self, name: str) -> tuple[str, int]:
         """Return the request id and the incarnation that a case's name stands for."""

@@ -9,5 +9,9 @@ It is an example for connector authors, and does not need vLLM. From the bottom 
 - `codecs`: how the KV of a layer is stored: as it is, quantised, or quantised and entropy-coded.
 - `eviction`: which entry goes when a level is full. `holds`: which entries must stay.
 - `tiers`: levels of back ends, which are a back end together.
+- `batches`: several values in one call. `prefetch`: values in memory before they are read.
+  `staging`: two buffers between the store and the paged cache.
+- `peers`: values of other engines, found by key.
+- `controller`: what an operator may ask of the levels: clear, move, pin, compress.
 - `chunks`: the store of a connector's rank: chunks of KV, layer by layer, over a back end.
 """

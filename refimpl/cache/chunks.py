@@ -10,10 +10,11 @@ that fails is an empty store: nothing is found, and what is saved is lost.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from kvconform.refimpl.cache.backend import Backend, StoreError
+from kvconform.refimpl.cache.batches import get_many, set_many
 from kvconform.refimpl.cache.patience import PATIENCE
 from kvconform.refimpl.cache.seal import packed, seal, unpacked, unseal
 from kvconform.refimpl.cache.urls import open_backend
@@ -101,6 +102,26 @@ class ChunkStore:
         if epoch != self.epoch():
             self._delete(name)  # the reset did not see it
 
+    def commit_many(self, epoch: int, keys: Sequence[str]) -> None:
+        """Do what `commit` does for several chunks, in one call of the back end."""
+        staged = {
+            self._name(epoch, key, self._rank): self._staged.pop(
+                (threading.get_ident(), epoch, key), {}
+            )
+            for key in keys
+        }
+        if epoch != self.epoch():
+            return
+        self._latest = ("", {})
+        values = {name: self._sealed(name, layers) for name, layers in staged.items() if layers}
+        try:
+            set_many(self.backend, values)
+        except StoreError:
+            self.lost += len(values)
+        if epoch != self.epoch():
+            for name in values:
+                self._delete(name)  # the reset did not see it
+
     def discard(self) -> None:
         """Drop the layers that this thread has put and not committed, and the value read last."""
         self._latest = ("", {})
@@ -133,6 +154,18 @@ class ChunkStore:
             self._latest = (name, layers)
             return layers
         return {}
+
+    def read_many(self, keys: Sequence[str]) -> list[dict[str, bytes]]:
+        """Do what `read` does for several chunks, in one call of the back end."""
+        epoch = self.epoch()
+        names = [self._name(epoch, key, self._rank) for key in keys]
+        complete = [
+            name for name, key in zip(names, keys, strict=True) if self._is_complete(epoch, key)
+        ]
+        found: dict[str, bytes] = {}
+        with suppress(StoreError):
+            found = get_many(self.backend, complete)
+        return [self._opened(name, found.get(name)) for name in names]
 
     def _sealed(self, name: str, layers: Mapping[str, bytes]) -> bytes:
         return seal(name, packed(layers))

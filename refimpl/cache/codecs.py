@@ -159,6 +159,28 @@ def _decompress(body: bytes, count: int) -> bytes:
         raise CodecError(f"the compressed data are damaged: {error}") from None
 
 
+class Compressible(Codec):
+    """Stores the bytes of a layer with a header, so that they can be compressed later."""
+
+    def encode(self, data: bytes, dtype: torch.dtype, tokens: int) -> bytes:
+        number = DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES)
+        return HEADER.pack(MAGIC, PLAIN, number, tokens, 0) + data
+
+    def decode(self, stored: bytes, dtype: torch.dtype) -> bytes:
+        return Quantising(8, 0.0).decode(stored, dtype)
+
+
+def compressed(stored: bytes, codec: Codec) -> bytes:
+    """Return a layer that `Compressible` has stored in the form of a quantising codec.
+
+    What is no number, or compressed already, stays as it is.
+    """
+    form, number, tokens, _ = _header(stored)
+    if form != PLAIN or number >= len(DTYPES):
+        return stored
+    return codec.encode(stored[HEADER.size :], DTYPES[number], tokens)
+
+
 CODECS: dict[str, Codec] = {
     "raw": Codec(),
     "int8": Quantising(8, 0.01),

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, TypeVar
 
 from kvconform.refimpl.cache.backend import Backend, StoreError
+from kvconform.refimpl.cache.batches import get_many, set_many
 
 T = TypeVar("T")
 
@@ -51,6 +52,12 @@ class Patient:
 
     def set(self, key: str, value: bytes) -> None:
         self._call(lambda: self._backend.set(key, value))
+
+    def get_many(self, keys: Sequence[str]) -> dict[str, bytes]:
+        return self._call(lambda: get_many(self._backend, keys))
+
+    def set_many(self, values: Mapping[str, bytes]) -> None:
+        self._call(lambda: set_many(self._backend, values))
 
     def list(self, prefix: str = "") -> Iterator[str]:
         return iter(self._call(lambda: [*self._backend.list(prefix)]))

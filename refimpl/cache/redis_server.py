@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvconform.refimpl.cache.backend import MissingPackage, StoreError
@@ -47,6 +47,18 @@ class RedisBackend:
 
     def set(self, key: str, value: bytes) -> None:
         self._call(lambda: self._server.set(PREFIX + key, value))
+
+    def get_many(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Return the values that there are, in one call."""
+        values = self._call(lambda: self._server.mget([PREFIX + key for key in keys]))
+        found = zip(keys, values, strict=True)
+        return {key: value for key, value in found if value is not None}
+
+    def set_many(self, values: Mapping[str, bytes]) -> None:
+        """Store values, in one call."""
+        self._call(
+            lambda: self._server.mset({PREFIX + key: value for key, value in values.items()})
+        )
 
     def list(self, prefix: str = "") -> Iterator[str]:
         pattern = re.sub(r"([\\*?\[\]])", r"\\\1", PREFIX + prefix) + "*"

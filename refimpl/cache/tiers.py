@@ -181,6 +181,36 @@ class Tiers:
         if value is not None:
             self._place(key, value, number + 1)
 
+    def move(self, key: str, number: int) -> bool:
+        """Move a value to a level, and remove it from the others; return whether it is there.
+
+        Values may have to leave that level for it.
+        """
+        with self._lock:
+            value = next((value for level in self.levels if (value := level.get(key))), None)
+            target = self.levels[number]
+            self._reading = key
+            try:
+                if value is None or not self._make_room(number, key):
+                    return False
+                target.set(key, value)
+                for level in self.levels:
+                    if level is not target:
+                        level.delete(key)
+            except StoreError:
+                return False
+            finally:
+                self._reading = None
+            return True
+
+    def replace(self, key: str, value: bytes) -> None:
+        """Store a value at every level that has one of this key."""
+        with self._lock:
+            for level in self.levels:
+                if level.exists(key):
+                    with suppress(StoreError):
+                        level.set(key, value)
+
     def list(self, prefix: str = "") -> Iterator[str]:
         found: dict[str, None] = {}
         for level in self.levels:

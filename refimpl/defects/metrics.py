@@ -12,6 +12,7 @@ from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.paging import bytes_in
 from kvconform.refimpl.plan import Load, Piece
 from kvconform.refimpl.telemetry import COUNTERS, ReferenceMetrics
+from kvconform.refimpl.variants.metered import Metered
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -47,7 +48,7 @@ class CountsRetries(_Counting):
             super()._count("tokens_granted", tokens)
         return tokens, is_async
 
-    def _count(self, name: str, by: int = 1) -> None:
+    def _count(self, name: str, by: float = 1) -> None:
         if name != "tokens_granted":
             super()._count(name, by)
 
@@ -77,3 +78,37 @@ class ForgetsIntervals(_Counting):
         cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> Any:
         return _LastOnly(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+class CountsMissesAgain(Metered):
+    """Counts a miss whenever the engine asks, also for a request that it asks about again."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
+        tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        super()._count_missed(self._wanted.get(request.request_id, 0) - (tokens or 0))
+        return tokens, is_async
+
+    def _count_missed(self, tokens: int) -> None:
+        return
+
+
+class CountsChunksAsBytes(Metered):
+    """Counts the chunks that it saves, and calls them bytes."""
+
+    def _count_saved(self, size: int) -> None:
+        super()._count_saved(1)
+
+
+class CountsLossesOnly(Metered):
+    """Counts as evictions what leaves the last level, and not what is moved down from others."""
+
+    @staticmethod
+    def _evictions(counts: dict[str, int]) -> list[int]:
+        return [counts[max(name for name in counts if name.endswith("_evicted"))]]
+
+
+class CountsMilliseconds(Metered):
+    """Counts the milliseconds of its loads, and calls them seconds."""
+
+    def _count_seconds(self, seconds: float) -> None:
+        super()._count_seconds(seconds * 1000)

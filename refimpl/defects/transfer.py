@@ -11,6 +11,7 @@ from kvconform.refimpl.defects import targets
 from kvconform.refimpl.plan import Save
 from kvconform.refimpl.tracking import Tracked
 from kvconform.refimpl.variants.peer import Offer, Peer, Pull
+from kvconform.refimpl.variants.pusher import Progress, Push, Pusher
 
 
 class OwnIds(Peer):
@@ -194,6 +195,40 @@ class ExpectsOneNotice(Peer):
 
     def _released(self) -> set[str]:
         return {self.board.offers.pop(self.board.done.pop()).req for _ in list(self.board.done)}
+
+
+class ClaimsTheFirstToken(Peer):
+    """Takes all of its prompt for pulled, although the producer has sampled the last token only."""
+
+    def _available(self, request: Any, remote: dict[str, Any]) -> int:
+        return int(request.num_prompt_tokens)
+
+
+class PushesTheLastChunk(Pusher):
+    """Hands over what its last step has filled, and not what was pushed before."""
+
+    def _deliver(self, push: Push) -> None:
+        self.mailboxes.pop((self.engine_id, push.key), None)
+        super()._deliver(push)
+
+
+class PushesTooEarly(Pusher):
+    """Pushes when the step begins, before its blocks are filled."""
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        super().wait_for_save()
+
+    def wait_for_save(self) -> None:
+        return
+
+
+class PushesBlocksOnce(Pusher):
+    """Counts a block as pushed when its first tokens were, and never pushes the others."""
+
+    def _push(self, req: str, progress: Progress, end: int) -> Push:
+        progress.tokens = -(-progress.tokens // self._size) * self._size
+        return super()._push(req, progress, end)
 
 
 class SavesAsConsumer(ReferenceConnector):

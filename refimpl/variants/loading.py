@@ -87,7 +87,7 @@ class BlockFiller(ReferenceConnector):
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         return {**super().kvconform_capabilities(extra_config), "metrics": COUNTERS}
 
-    def _count(self, name: str, by: int = 1) -> None:
+    def _count(self, name: str, by: float = 1) -> None:
         if name == "tokens_granted":
             by = -(-by // self._block_size) * self._block_size
         super()._count(name, by)

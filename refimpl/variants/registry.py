@@ -7,13 +7,17 @@ They cover, by section of systems.md:
   `whole-chunks`);
 - B8: roles (`stores-nothing`, `peer`);
 - B12: options per request (`selective`, `honours-skip`);
-- B13: disaggregated prefill (`peer`);
+- B13: disaggregated prefill (`peer`; `pusher`: chunk by chunk);
 - B14: pins (`tiers`);
 - C1: keys of chunks;
 - C2, C3: tiers, eviction and slow writes to a lower level (`tiers`, `behind`);
-- C4: transfers after the step (`fencing`, `threads`);
+- C4: transfers after the step (`fencing`, `threads`), prefetch, batches and two buffers
+  (`buffered`);
+- C5: engines that find each other's KV (`neighbours`);
+- C6: a controller (`controlled`);
 - C7: codecs (`int8`, `int4`, `entropy-coded`);
 - C8: chunks that are not a prefix (`blending`);
+- C10: counters (`metered`);
 - C9: layers on streams, with few staging buffers (`STREAMED`, `staged`).
 """
 
@@ -51,6 +55,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "fenced": (f"{HERE}.fencing:Fenced", {"async_saves": True, "save_delay": 3}),
     "threads": (f"{HERE}.threads:Threads", {"load": "async", "async_saves": True}),
+    "buffered": (f"{HERE}.buffered:Buffered", {}),
+    "buffered-async": (
+        f"{HERE}.buffered:Buffered",
+        {"load": "async", "async_saves": True, "batch": 3, "prefetch": 4},
+    ),
+    "peer-to-peer": (f"{HERE}.neighbours:PeerToPeer", {"load": "async"}),
     "tiered-lru": (f"{HERE}.tiers:Tiered", {}),
     "tiered-lfu": (f"{HERE}.tiers:Tiered", {"evict": "lfu", "store_chunks": 96, "load": "async"}),
     "three-levels": (
@@ -61,6 +71,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layerwise": True,
         },
     ),
+    "controlled": (f"{HERE}.controlled:Controlled", {"store_chunks": 24}),
+    "metered": (f"{HERE}.metered:Metered", {"store_chunks": 24}),
     "write-behind": (f"{HERE}.behind:SlowWriteBehind", {"load": "async"}),
     "undecided": (f"{HERE}.loading:Undecided", {}),
     "uneven": (f"{HERE}.loading:Uneven", {}),

@@ -28,7 +28,7 @@ def test_every_field_is_read_by_a_requirement_a_timeline_or_code() -> None:
         for file in (ROOT / "conformance" / package).rglob("*.py")
     )
     by_code = set(re.findall(r"[\"'](\w+)[\"']", code))
-    counters = (ROOT / "conformance" / "observe" / "telemetry.py").read_text(encoding="utf-8")
+    counters = (ROOT / "conformance" / "observe" / "seen.py").read_text(encoding="utf-8")
     by_code |= set(re.findall(r"\be\[\"(\w+)\"\]", counters))  # compared with what was loaded
     unread = [
         f"{kind}.{field}"

@@ -16,6 +16,7 @@ from kvconform.contract.trace import Event
 from kvconform.errors import UsageError
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.variants.loading import BlockFiller
+from kvconform.refimpl.variants.metered import Metered
 from kvconform.run.calibration import target_profile
 from kvconform.run.case import run_and_judge
 from kvconform.run.runner import run_variant
@@ -87,6 +88,23 @@ def test_whole_blocks_may_be_counted(engine: Engine, tmp_path: Path) -> None:
     )
     [row] = [row for row in report.rows if row.requirement == "stats.true"]
     assert row.verdict == "PASS", row.message
+
+
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_misses_saves_evictions_and_seconds_are_compared(engine: Engine, tmp_path: Path) -> None:
+    events = compared("cache.demoted", engine, target_of(Metered, store_chunks=12), tmp_path)
+    log = {event["what"]: event for event in events if event["place"] == "log"}
+    assert set(log) == {
+        "bytes_loaded",
+        "tokens_granted",
+        "tokens_missed",
+        "bytes_saved",
+        "evictions",
+        "load_seconds",
+    }
+    assert all(0 < event["seen"] <= event["value"] <= event["most"] for event in events)
+    assert log["tokens_missed"]["seen"] == log["tokens_missed"]["value"]
+    assert log["evictions"]["seen"] > 4
 
 
 def test_a_counter_that_does_not_exist_is_zero(tmp_path: Path) -> None:

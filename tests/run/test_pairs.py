@@ -23,6 +23,7 @@ from kvconform.run.pair import _through_json
 from kvconform.run.runner import run_variant
 
 PEER = "kvconform.refimpl.variants.peer:Peer"
+PUSHER = "kvconform.refimpl.variants.pusher:Pusher"
 SPEC = load_spec()
 CASES = [case for case in SPEC.cases.values() if case.area == "transfer"]
 OPTIONS: list[dict[str, Any]] = [{}, {"lease": 4, "delay": 2}, {"whole_blocks": True}]
@@ -47,6 +48,18 @@ def test_a_correct_peer_fails_nothing(case: Case, options: dict[str, Any], tmp_p
         late = case.id == "transfer.late"
         if late or not options:
             assert bool(report.unmet) == (late and "lease" not in options)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_a_producer_that_pushes_chunk_by_chunk_fails_nothing(case: Case, tmp_path: Path) -> None:
+    for number, variant in enumerate(case.variants(["reference"])):
+        report = run_and_judge(
+            variant, Target(PUSHER, {}), SPEC, seed=number, tmp=tmp_path / str(number)
+        )
+        assert report.harness_error is None
+        assert [row for row in report.rows if row.verdict == "FAIL"] == []
+        # Nothing is held, so there is nothing to give up.
+        assert bool(report.unmet) == (case.id == "transfer.late")
 
 
 def test_every_event_of_a_pair_is_as_listed_and_says_whose_it_is(tmp_path: Path) -> None:
@@ -124,8 +137,8 @@ def test_parameters_travel_as_json(params: dict[str, Any], problem: str | None) 
     ("change", "sentence"),
     [
         ({"steps": [{"on": "q"}]}, "`on` names engine 'q'"),
-        ({"config": {"engines": {"p": "kv_both"}}}, "two or none"),
-        ({"steps": [{"restart": "engine"}]}, "not possible with two engines"),
+        ({"config": {"engines": {"p": "kv_both"}}}, "none or several"),
+        ({"steps": [{"restart": "engine"}]}, "not possible with several engines"),
         (
             {
                 "config": {},
@@ -134,7 +147,7 @@ def test_parameters_travel_as_json(params: dict[str, Any], problem: str | None) 
                     {"add": {"req": "b", "prompt": 3, "handed": "a"}},
                 ],
             },
-            "needs two",
+            "needs several",
         ),
     ],
 )

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that keep their values themselves, and look for those of others by key (peer to peer).
+
+Every engine serves its values over HTTP on the loopback device, and announces its address in a
+directory that all engines know. An engine that does not respond has nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import ThreadingHTTPServer
+
+from kvconform.refimpl.cache.backend import Backend, StoreError
+from kvconform.refimpl.cache.http import Handler, HttpBackend
+from kvconform.refimpl.cache.memory import MemoryBackend
+from kvconform.refimpl.cache.patience import Patient
+
+ADDRESSES = "peers/"
+"""Start of the keys of addresses: `peers/ENGINE`."""
+
+
+class Served:
+    """The values of one engine, which others can read while it is open."""
+
+    def __init__(self, values: MemoryBackend, engine: str, meeting: Backend) -> None:
+        handler = type("Handler", (Handler,), {"values": values})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = False  # so that closing waits for requests under way
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+        self._key = ADDRESSES + engine
+        self._meeting = meeting
+        self._is_open = True
+        meeting.set(self._key, f"http://127.0.0.1:{self._server.server_port}".encode())
+
+    def close(self) -> None:
+        """Withdraw the address, and end the server. May be called twice."""
+        if self._is_open:
+            self._is_open = False
+            with suppress(StoreError):
+                self._meeting.delete(self._key)
+            self._server.shutdown()
+            self._thread.join()
+            self._server.server_close()
+
+
+class Neighbours:
+    """A back end that stores in `own`, and also finds what other engines have.
+
+    `meeting`: where engines announce their addresses.
+    """
+
+    def __init__(self, own: Backend, engine: str, meeting: Backend, patience: float) -> None:
+        self._own = own
+        self._key = ADDRESSES + engine
+        self._meeting = meeting
+        self._patience = patience
+        self._clients: dict[str, Backend] = {}
+
+    def peers(self) -> Iterator[Backend]:
+        """Yield a client of each other engine that is announced."""
+        with suppress(StoreError):
+            for key in sorted(self._meeting.list(ADDRESSES)):
+                url = (self._meeting.get(key) or b"").decode()
+                if key != self._key and url:
+                    yield self._client(url)
+
+    def _client(self, url: str) -> Backend:
+        if url not in self._clients:
+            self._clients[url] = Patient(HttpBackend(url, self._patience), url, self._patience)
+        return self._clients[url]
+
+    def exists(self, key: str) -> bool:
+        return self._own.exists(key) or any(_has(peer, key) for peer in self.peers())
+
+    def get(self, key: str) -> bytes | None:
+        value = self._own.get(key)
+        for peer in self.peers() if value is None else ():
+            with suppress(StoreError):
+                value = peer.get(key)
+            if value is not None:
+                break
+        return value
+
+    def set(self, key: str, value: bytes) -> None:
+        self._own.set(key, value)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """Yield the keys of all engines."""
+        found = dict.fromkeys(self._own.list(prefix))
+        for peer in self.peers():
+            with suppress(StoreError):
+                found |= dict.fromkeys(peer.list(prefix))
+        return iter(found)
+
+    def delete(self, key: str) -> None:
+        """Remove a value from every engine."""
+        self._own.delete(key)
+        for peer in self.peers():
+            with suppress(StoreError):
+                peer.delete(key)
+
+    def close(self) -> None:
+        self._own.close()
+
+
+def _has(peer: Backend, key: str) -> bool:
+    with suppress(StoreError):
+        return peer.exists(key)
+    return False

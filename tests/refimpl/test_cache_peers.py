@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of engines that find each other's values."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvconform.refimpl.cache.memory import MemoryBackend
+from kvconform.refimpl.cache.patience import Patient
+from kvconform.refimpl.cache.peers import Neighbours, Served
+
+NAMES = ("one", "two", "three")
+
+
+class Engine:
+    """The values of one engine, and its view of all."""
+
+    def __init__(self, name: str, meeting: MemoryBackend) -> None:
+        self.own = MemoryBackend()
+        self.served = Served(self.own, name, meeting)
+        self.all = Neighbours(self.own, name, meeting, patience=1.0)
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    before = set(threading.enumerate())
+    meeting = MemoryBackend()
+    made = [Engine(name, meeting) for name in NAMES]
+    yield made
+    for engine in made:
+        engine.served.close()
+        engine.served.close()
+    assert not list(meeting.list())
+    assert set(threading.enumerate()) <= before
+
+
+def test_each_finds_what_the_others_have_and_stores_with_itself(engines: list[Engine]) -> None:
+    one, two, three = engines
+    one.all.set("a/1", b"first")
+    three.all.set("b", b"third")
+    for engine in engines:
+        assert engine.all.exists("a/1") and engine.all.get("a/1") == b"first"
+        assert engine.all.get("b") == b"third"
+        assert not engine.all.exists("c") and engine.all.get("c") is None
+        assert sorted(engine.all.list()) == ["a/1", "b"]
+    assert [*two.own.list()] == [] and [*one.own.list()] == ["a/1"]
+
+
+def test_what_one_deletes_is_gone_everywhere(engines: list[Engine]) -> None:
+    for engine in engines:
+        engine.all.set("a", b"x")
+    engines[1].all.delete("a")
+    assert not any(engine.all.exists("a") for engine in engines)
+
+
+def test_an_engine_that_has_left_has_nothing(engines: list[Engine]) -> None:
+    one, two, _ = engines
+    one.all.set("a", b"x")
+    assert two.all.exists("a")
+    one.served.close()
+    assert not two.all.exists("a") and two.all.get("a") is None and one.all.get("a") == b"x"
+
+
+def test_an_engine_that_crashed_costs_one_call(engines: list[Engine]) -> None:
+    one, two, three = engines
+    three.all.set("a", b"x")
+    address = one.served._meeting.get("peers/one")
+    one.served.close()
+    assert address is not None
+    one.served._meeting.set("peers/one", address)  # it did not withdraw
+    assert two.all.exists("a") and two.all.get("a") == b"x" and [*two.all.list()] == ["a"]
+    [crashed] = [client for url, client in two.all._clients.items() if url == address.decode()]
+    assert isinstance(crashed, Patient) and crashed.is_silent
+    one.served._meeting.delete("peers/one")
