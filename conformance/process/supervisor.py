@@ -27,7 +27,8 @@ from pathlib import Path
 import psutil
 
 FOLDER = "/dev/shm"
-MAPPED = re.compile(rf"^{FOLDER}/\S+")
+MAPPED = re.compile(rf"^{FOLDER}/[^/\s]+(?!\S)")
+"""A shared memory segment: a file in FOLDER itself. Folders there are stores, and are kept."""
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:

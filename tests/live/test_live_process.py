@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -92,6 +93,20 @@ def test_shared_memory_that_is_left_is_told_and_removed(tmp_path: Path) -> None:
         command, limit=60, log=tmp_path / "log", environment=os.environ, cwd=tmp_path
     )
     assert found.files == [f"/dev/shm/{name}"] and not os.path.exists(f"/dev/shm/{name}")
+
+
+def test_a_store_in_memory_is_no_shared_memory(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        file = Path(folder) / "block"
+        code = (
+            f"import mmap, time\nf = open({str(file)!r}, 'wb+'); f.truncate(4096); "
+            "m = mmap.mmap(f.fileno(), 4096); time.sleep(1.5)"
+        )
+        command = [sys.executable, "-c", code]
+        found = process.run(
+            command, limit=60, log=tmp_path / "log", environment=os.environ, cwd=tmp_path
+        )
+        assert found.files == [] and file.exists()
 
 
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
