@@ -45,7 +45,7 @@ class Push:
 
 @dataclass
 class PushMetadata(PeerMetadata):
-    """The pushes of a step, too, and the keys of mailboxes that nobody will ask for."""
+    """The pushes of a step, too, and the keys of mailboxes that no consumer will ask for."""
 
     pushes: list[Push] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
