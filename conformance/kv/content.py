@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 
 from kvconform.kernels.codes import CodeBook
 
-Index = slice | np.ndarray
+Index: TypeAlias = slice | np.ndarray
 """A part of a content's slots."""
 ALL = slice(None)
 
