@@ -245,25 +245,14 @@ def independent(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Run the checks that need a GPU.
+    """Make all checks that need a GPU within `-- --minutes N` (`kvconform gpu`).
 
-    These are the kernels' tests, a comparison of the snapshots with those made on a CPU, and the
-    gate with `--device cuda`. `-- --as-is` installs nothing and uses the Python that runs nox. With
-    torch, triton, pytest and hypothesis it runs the kernels' tests and benchmarks.
+    Needs no nox: `python3 -m kvconform.gpu` does the same in an environment with torch.
     """
     if not noxenv.has_gpu():
         session.skip("nvidia-smi lists no GPU: the checks that need one were not run")
-    if "--as-is" in session.posargs:
-        for module in (["pytest", "tests/kernels"], ["kvconform.kernels.bench"]):
-            session.run(
-                sys.executable, "-m", *module, env={"PYTHONPATH": str(noxenv.SRC)}, external=True
-            )
-        session.log("--as-is: only the kernels' tests and benchmarks were run, without vLLM")
-        return
     env, rest = prepare(session)
-    env.run("-m", "pytest", "tests/kernels")
-    env.run("-m", "kvconform", "snapshot", "check", "--dir", "fixtures/golden", "--device", "cuda")
-    env.run("-m", "kvconform", "run", "--device", "cuda", *rest)
+    env.run("-m", "kvconform.gpu", *rest)
 
 
 @nox.session

@@ -20,6 +20,7 @@ from kvconform import __version__
 from kvconform.compat import installed
 from kvconform.errors import EnvironmentProblem, KvconformError
 from kvconform.explore.cli import explore
+from kvconform.gpu.command import gpu
 from kvconform.init.command import command as init
 from kvconform.pack.command import pack, unpack
 from kvconform.report.ci.command import command as ci
@@ -289,6 +290,7 @@ app.command(name="ci")(ci)
 app.command(name="init")(init)
 app.command()(pack)
 app.command()(unpack)
+app.command()(gpu)
 
 
 @app.command()

@@ -102,7 +102,7 @@ def wrong_blocks(
     cache = stack.bits.permute(*order, 5)
     _, _, heads, size, sides, _ = stack.bits.shape
     keys = (
-        lanes.keys(stack.numbers, heads, sides, content.device)[:, None, :, None, :]
+        lanes.keys(stack.firsts, heads, sides, content.device)[:, None, :, None, :]
         .expand(-1, 1, -1, size, -1)
         .permute(order)
         .contiguous()

@@ -73,6 +73,16 @@ class CodeBook:
         object.__setattr__(self, "_keys", keys)
 
     @property
+    def layer(self) -> int:
+        """Number in the model of the first layer; a book of one rank may begin with another."""
+        return 0
+
+    @property
+    def head(self) -> int:
+        """Number in the model of the first head, see `layer`."""
+        return 0
+
+    @property
     def width(self) -> int:
         """Elements per slot, layer and head: K and V packed."""
         return 2 * self.head_dim

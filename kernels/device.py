@@ -164,14 +164,14 @@ def eight(low, high, begin):
 
 
 @triton.jit
-def expected(content, number, side, head, group, nonce, KIND: tl.constexpr, EACH: tl.constexpr):
+def expected(content, first, side, head, group, nonce, KIND: tl.constexpr, EACH: tl.constexpr):
     """Return the code's bits [rows, groups, EACH] (int32) of content ids [rows] int64.
 
     They are those in groups [groups] of EACH lanes of one head's K or V; EACH is 8 or 16. Work that
     depends on the row or on the group is done once for it; each element takes a shift, a mask and
-    the conversion to a float.
+    the conversion to a float. `first`: the layer's `paged.first_key`.
     """
-    key = mix((1 + (number * 2 + side) * 4096 + head).to(tl.uint64))
+    key = mix((first + side * 4096 + head).to(tl.uint64))
     code = mix(content.to(tl.uint64, bitcast=True) ^ key)
     low = (code & 0xFFFFFFFF).to(tl.uint32)[:, None]
     high = ((code >> 32) & 0xFFFF).to(tl.uint32)[:, None]

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 from kvconform.kernels.codes import FINGERPRINT_LANES, MIN_HEAD_DIM, NONCE_LANES
-from kvconform.kernels.paged import BITS
+from kvconform.kernels.paged import BITS, HEADS
 
 GROUP = 4
 """Lanes that one entry of a table covers: 16 bits of a fingerprint.
@@ -40,12 +40,12 @@ def mix64_(values: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Ten
 
 
 @lru_cache(maxsize=64)
-def keys(numbers: tuple[int, ...], heads: int, sides: int, device: torch.device) -> torch.Tensor:
-    """Return keys [layers, heads, sides] int64 of the layers with these numbers."""
-    layer = torch.tensor(numbers, dtype=torch.int64, device=device)[:, None, None]
+def keys(firsts: tuple[int, ...], heads: int, sides: int, device: torch.device) -> torch.Tensor:
+    """Return keys [layers, heads, sides] int64 of layers; `firsts`: their `paged.first_key`."""
+    first = torch.tensor(firsts, dtype=torch.int64, device=device)[:, None, None]
     head = torch.arange(heads, device=device)[:, None]
     side = torch.arange(sides, device=device)
-    return mix64(1 + (layer * 2 + side) * 4096 + head)
+    return mix64(first + side * HEADS + head)
 
 
 def fingerprints(content: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ def quads(
 
 def rows(
     content: torch.Tensor,
-    numbers: Sequence[int],
+    firsts: Sequence[int],
     heads: int,
     sides: int,
     dim: int,
@@ -107,10 +107,10 @@ def rows(
 ) -> torch.Tensor:
     """Convert content ids [n] int64 to bits [n, layers, heads, sides, dim] in a cache of `dtype`.
 
-    The values are those of `CodeBook.rows`, with another order of axes, for the layers with these
-    numbers. Pure.
+    The values are those of `CodeBook.rows`, with another order of axes. `firsts`: as in
+    `keys`. Pure.
     """
-    prints = fingerprints(content, keys(tuple(numbers), heads, sides, content.device))
+    prints = fingerprints(content, keys(tuple(firsts), heads, sides, content.device))
     if dim % GROUP:
         return plain(prints, dim, dtype, nonce)
     twelve = groups(prints, dtype)

@@ -24,6 +24,8 @@ KINDS = {
     torch.float32: 4,
 }
 """The dtypes of a cache, with their numbers in the Triton kernels."""
+HEADS = 4096
+"""Number of heads' keys per layer and side."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,12 @@ class Stack:
     """Layers a constant distance apart in one storage.
 
     `bits` [layers, blocks, heads, block size, sides, dim]: integers, with arbitrary strides.
-    `start`: place of the first layer in the cache's list. `numbers`: the layers' numbers in the
-    model.
+    `start`: place of the first layer in the cache's list. `firsts`: see `first_key`.
     """
 
     bits: torch.Tensor
     start: int
-    numbers: tuple[int, ...]
+    firsts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,8 @@ class Launch:
     """Layers of the same shape and strides, anywhere in memory, for one launch of a kernel.
 
     `base`: the first layer's bits [blocks, heads, block size, sides, dim]. `where` [layers, 2]
-    int64 on the device: distance from `base` in elements, and number in the model. `start`: place
-    of the first layer in the cache's list. `align`: a power of two up to 16 that divides all
-    distances.
+    int64 on the device: distance from `base` in elements, and `first_key`. `start`: place of the
+    first layer in the cache's list. `align`: a power of two up to 16 that divides all distances.
     """
 
     base: torch.Tensor
@@ -74,11 +74,13 @@ class Paged:
         layers: Sequence[torch.Tensor],
         layout: str | Layout,
         numbers: Sequence[int] | None = None,
+        first_head: int = 0,
     ) -> None:
         """Describe the cache of `layers`, one tensor per layer in this layout.
 
-        `numbers`: the layers' numbers in the model, which are part of the codes; 0, 1, ... by
-        default. ValueError for tensors of different shape, dtype or device, for a dtype that is not
+        `numbers`: the layers' numbers in the model; 0, 1, ... by default. `first_head`: the first
+        head's number in the model, if it is split over several caches. Both are part of the codes.
+        ValueError for tensors of different shape, dtype or device, for a dtype that is not
         in `KINDS`, and for sizes that no kernel supports (dim below 16, more than 2^31 - 1 slots,
         4096 heads or more).
         """
@@ -106,8 +108,11 @@ class Paged:
             )
         if self.slots >= 1 << 31:
             raise ValueError(f"a cache must have fewer than 2^31 slots, not {self.slots}")
-        if self.heads >= 4096:
-            raise ValueError(f"codes distinguish fewer than 4096 heads, not {self.heads}")
+        if first_head + self.heads >= HEADS:
+            raise ValueError(
+                f"codes distinguish fewer than {HEADS} heads, not {first_head + self.heads}"
+            )
+        self.firsts = tuple(first_key(number, first_head) for number in self.numbers)
         self.stacks = tuple(self._stacks(views))
         self.launches = tuple(self._launches(views))
 
@@ -147,7 +152,7 @@ class Paged:
             bits = first.as_strided(
                 (len(group), *first.shape), (step, *first.stride()), first.storage_offset()
             )
-            stacks.append(Stack(bits, group[0], self.numbers[group[0] : group[-1] + 1]))
+            stacks.append(Stack(bits, group[0], self.firsts[group[0] : group[-1] + 1]))
         return stacks
 
     def _launches(self, views: list[torch.Tensor]) -> list[Launch]:
@@ -166,7 +171,7 @@ class Paged:
             while any(distance % align for distance in away):
                 align //= 2
             table = torch.tensor(
-                list(zip(away, self.numbers[begin:end], strict=True)), dtype=torch.int64
+                list(zip(away, self.firsts[begin:end], strict=True)), dtype=torch.int64
             )
             launches.append(Launch(base, table.to(self.device), begin, align))
             begin = end
@@ -217,6 +222,14 @@ class Paged:
         """Raise ValueError for a slot beyond the last. On CUDA the host waits for the device."""
         if len(slots) and int(slots.max()) >= self.slots:
             raise ValueError(f"slot {int(slots.max())} does not exist: the cache has {self.slots}")
+
+
+def first_key(number: int, first_head: int) -> int:
+    """Return the number of the key of a layer's first head, for K (see `codes.CodeBook`).
+
+    That of V is HEADS more, that of another head as many more as the head is behind the first.
+    """
+    return 1 + number * 2 * HEADS + first_head
 
 
 def strides_of(bits: torch.Tensor) -> tuple[int, ...]:

@@ -26,11 +26,11 @@ def pieces(paged: Paged, slots: torch.Tensor) -> Iterator[tuple[Stack, torch.Ten
     step = max(1, PIECE // paged.slot_bytes)
     deep = max(1, PIECE // (paged.slot_bytes * min(step, len(index))))
     for stack in paged.stacks:
-        for layer in range(0, len(stack.numbers), deep):
+        for layer in range(0, len(stack.firsts), deep):
             layers = Stack(
                 stack.bits[layer : layer + deep],
                 stack.start + layer,
-                stack.numbers[layer : layer + deep],
+                stack.firsts[layer : layer + deep],
             )
             for mine in index.split(step):
                 yield layers, mine

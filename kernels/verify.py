@@ -130,7 +130,7 @@ def verify_torch(
         left = _sweep(paged, slots, content)
     for stack, mine in pieces(paged, left):
         prints = lanes.fingerprints(
-            content[mine], lanes.keys(stack.numbers, paged.heads, paged.sides, paged.device)
+            content[mine], lanes.keys(stack.firsts, paged.heads, paged.sides, paged.device)
         )
         have = fetch(stack.bits, slots[mine])
         if quick and paged.dim % lanes.GROUP == 0 and _agrees(have, prints, paged.dtype):
@@ -269,7 +269,7 @@ def verify_kernel(
     tile, side, head = program(heads, SIDES)
     layer = tl.program_id(1).to(tl.int64)
     origin = tl.multiple_of(tl.load(where + 2 * layer), ALIGN)
-    number = tl.load(where + 2 * layer + 1)
+    first = tl.load(where + 2 * layer + 1)
     item = tile * TILE + tl.arange(0, TILE)
     slot = slots_of(slots, item, count, SIZE, False)
     away, exists = distance(slot, limit, block_stride, slot_stride, SIZE)
@@ -283,7 +283,7 @@ def verify_kernel(
             exists,
             beyond,
             ids,
-            number,
+            first,
             side,
             head,
             chunk,
@@ -305,7 +305,7 @@ def verify_kernel(
                 exists,
                 beyond,
                 ids,
-                number,
+                first,
                 side,
                 head,
                 chunk,
@@ -333,7 +333,7 @@ def differences(
     exists,
     beyond,
     ids,
-    number,
+    first,
     side,
     head,
     chunk,
@@ -355,7 +355,7 @@ def differences(
     mask = exists[:, None, None] if EVEN else exists[:, None, None] & (lane < dim)
     have = tl.load(here[:, None, None] + lane.to(tl.int64) * lane_stride, mask=mask, other=0)
     none = count * 0  # any nonce will do, because its lanes are not compared
-    want = expected(ids, number, side, head, group, none, KIND, EACH).to(have.dtype)
+    want = expected(ids, first, side, head, group, none, KIND, EACH).to(have.dtype)
     lives = tl.where(((lane < 12) | (lane >= 16)) & (lane < dim), -1, 0)
     bits = (
         ((have ^ want).to(tl.int32) & tl.where(exists, -1, 0)[:, None, None])

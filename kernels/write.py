@@ -50,7 +50,7 @@ def write_torch(paged: Paged, slots: torch.Tensor, content: torch.Tensor, nonce:
     """Compute `write` in plain torch, for checked arguments."""
     for stack, mine in pieces(paged, slots):
         codes = lanes.rows(
-            content[mine], stack.numbers, paged.heads, paged.sides, paged.dim, paged.dtype, nonce
+            content[mine], stack.firsts, paged.heads, paged.sides, paged.dim, paged.dtype, nonce
         )
         put(stack.bits, slots[mine], codes)
 
@@ -124,7 +124,7 @@ def write_kernel(
     tile, side, head = program(heads, SIDES)
     layer = tl.program_id(1).to(tl.int64)
     origin = tl.multiple_of(tl.load(where + 2 * layer), ALIGN)
-    number = tl.load(where + 2 * layer + 1)
+    first = tl.load(where + 2 * layer + 1)
     item = tile * TILE + tl.arange(0, TILE)
     slot = slots_of(slots, item, count, SIZE, BLOCKS)
     away, exists = distance(slot, limit, block_stride, slot_stride, SIZE)
@@ -140,6 +140,6 @@ def write_kernel(
     for chunk in tl.static_range(0, CHUNKS):
         group = chunk * (LANES // EACH) + tl.arange(0, LANES // EACH)
         lane = lanes_of(group, EACH)
-        bits = expected(ids, number, side, head, group, nonce, KIND, EACH)
+        bits = expected(ids, first, side, head, group, nonce, KIND, EACH)
         mask = exists if EVEN else exists & (lane < dim)
         tl.store(here + lane.to(tl.int64) * lane_stride, bits.to(cache.dtype.element_ty), mask=mask)

@@ -35,6 +35,9 @@ from kvconform.contract.requirement import Id, Model, Requirement, Source
 from kvconform.contract.yaml12 import parse
 from kvconform.dev import coverage, example, lint, systems
 from kvconform.errors import Location, Problem, UsageError
+from kvconform.gpu.page import section
+from kvconform.gpu.result import NAME as GPU
+from kvconform.gpu.result import load as load_result
 from kvconform.report.explain import cases_about, check_lines
 from kvconform.report.pages import render
 
@@ -307,9 +310,15 @@ def _rule(contract: dict[str, Any]) -> str:
     return f"- {contract['name']}: {who} may import {what}."
 
 
+def measured(root: Path) -> str:
+    """Return the section about the stored result of `kvconform gpu`."""
+    return section(load_result(root / "docs" / GPU))
+
+
 PARTS: dict[str, tuple[str, Callable[[Path], str]]] = {
     "architecture.md": ("PACKAGES", picture),
     "../README.md": ("REPORT", example.excerpt),
+    "performance.md": ("GPU", measured),
 }
 """Generated parts: page relative to docs/ -> the name in its markers, and what makes the part."""
 

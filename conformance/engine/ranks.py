@@ -26,6 +26,7 @@ from kvconform.engine.lifecycle import Lifecycle
 from kvconform.engine.worker import Worker
 from kvconform.kernels.codes import CodeBook
 from kvconform.kv.cache import Group, PagedCache, SlicedCache
+from kvconform.kv.content import Content
 from kvconform.kv.provenance import Registry
 
 
@@ -248,12 +249,11 @@ class Follower(Worker):
         self._unsound = set()
         if output.total_num_scheduled_tokens:
             book = self.cache.book
-            content = np.concatenate([row.content() for row in self.rows])
-            self._encoded = book.rows(content, self._nonce)
-            expected = np.concatenate(
-                [book.rows(row.state.chain.array(0, row.known)) for row in self.rows]
-            )
-            self._reads = [replace(leader._reads[0], expected=expected)]
+            self._computed = Content.of(book, leader._computed.ids, self._nonce)
+            expected = leader._reads[0].expected
+            self._reads = [
+                replace(leader._reads[0], expected=Content.of(book, expected.ids, expected.nonce))
+            ]
 
     def sample(self) -> ModelRunnerOutput:
         """Return an output without tokens; the connector's reports are added to it."""

@@ -18,6 +18,7 @@ from kvconform.contract.trace import Trace
 from kvconform.engine.batch import Batch, Row
 from kvconform.kv import device
 from kvconform.kv.cache import Group, PagedCache
+from kvconform.kv.content import Content
 from kvconform.kv.oracle import OWN, Fill, Oracle, slots_of
 from kvconform.kv.provenance import Origin, Registry
 
@@ -104,14 +105,14 @@ class Reads:
     """What one group's layers write and read in a step, with the requests one after the other.
 
     `written`: slots [tokens] that are written. `source`: which of the step's rows go there.
-    `slots`: slots [n] that are read. `expected`: the rows [n, layers, heads, width] they must hold.
-    `ends`: the end of each request in n. `tops`: the end of the positions that each request reads.
+    `slots`: slots [n] that are read. `expected`: the content [n] that they must hold. `ends`: the
+    end of each request in n. `tops`: the end of the positions that each request reads.
     """
 
     written: np.ndarray
     source: np.ndarray | slice
     slots: np.ndarray
-    expected: np.ndarray
+    expected: Content
     ends: np.ndarray
     tops: list[int]
 
@@ -142,7 +143,7 @@ class Worker:
         self.overlap = Overlap(cache)
         self.rows: list[Row] = []
         self.fresh: list[tuple[int, str]] = []
-        self._encoded: np.ndarray = np.empty(0, dtype=np.int64)
+        self._computed = Content.of(cache.book, np.empty(0, dtype=np.uint64))
         self._reads: list[Reads] = []
         self._corruption: dict[str, int] = {}
         self.failing: set[str] = set()
@@ -161,18 +162,15 @@ class Worker:
                 self._poison([each])
             return
         contents = [self.registry.poison(block, owner) for block, owner in fresh]
-        encoded = self.cache.book.rows(np.array(contents, dtype=np.uint64))
+        content = Content.of(self.cache.book, np.array(contents, dtype=np.uint64))
         blocks = np.array([block for block, _ in fresh], dtype=np.int64)
         groups = self.cache.group_of[blocks]
-        for number, group in enumerate(self.cache.groups):
+        for number in range(len(self.cache.groups)):
             mine = np.flatnonzero(groups == number)
-            if not len(mine):
-                continue
-            size = 1 if group.recurrent else group.block_size
-            slots = (blocks[mine, None] * self.cache.stride + np.arange(size)).reshape(-1)
-            for layer in group.layers:
-                self.cache.write(layer, slots, np.repeat(encoded[mine, layer], size, axis=0))
-            self.oracle.emptied(slots)
+            if len(mine):
+                self.oracle.emptied(self.cache.poison(number, blocks[mine], content, mine))
+        # A load on another stream may begin as soon as the blocks have an owner.
+        self.device.settle()
 
     def poison_fresh(self) -> None:
         """Poison the blocks that this step's schedule handed out.
@@ -221,7 +219,7 @@ class Worker:
                     origin = Origin("draft", chain.req, chain.generation, pos)
                 self.registry.note(value, origin)
         if output.total_num_scheduled_tokens:
-            self._encoded = self.cache.book.rows(np.concatenate(contents), self._nonce)
+            self._computed = Content.of(self.cache.book, np.concatenate(contents), self._nonce)
             self._reads = [
                 self._reads_of(number, group) for number, group in enumerate(self.cache.groups)
             ]
@@ -244,8 +242,11 @@ class Worker:
             written=np.concatenate([row.by_group[number] for row in self.rows]),
             source=np.cumsum([row.count for row in self.rows]) - 1 if recurrent else slice(None),
             slots=slots - slots % stride if recurrent else slots,
-            expected=np.concatenate(
-                [row.state.expected(book, row.known)[lo:hi] for row, lo, hi in spans]
+            expected=Content(
+                lambda: np.concatenate([row.state.chain.array(lo, hi) for row, lo, hi in spans]),
+                lambda: np.concatenate(
+                    [row.state.expected(book, row.known)[lo:hi] for row, lo, hi in spans]
+                ),
             ),
             ends=np.cumsum([hi - lo for _, lo, hi in spans]),
             tops=[hi for _, _, hi in spans],
@@ -295,26 +296,26 @@ class Worker:
         reads = self._reads[number]
         if not group.transfer:
             # The engine regenerates this KV from that of the layers that are transferred.
-            self.cache.write(layer, reads.slots, reads.expected[:, layer])
+            self.cache.write(layer, reads.slots, reads.expected)
         elif not group.recurrent:
             self.overlap.note(layer, reads.written)
-        rows = self._encoded[reads.source, layer]
+        computed = self._computed
         if self._unsound and not group.recurrent:
-            rows = self._with_unsound(rows, layer)
-        self.cache.write(layer, reads.written, rows)
+            computed = self._with_unsound()
+        self.cache.write(layer, reads.written, computed, reads.source)
 
-    def _with_unsound(self, rows: np.ndarray, layer: int) -> np.ndarray:
+    def _with_unsound(self) -> Content:
         """Return what a step writes to a layer, where attention to garbage has changed some rows.
 
         The KV of a layer is made of the attention of the layers before it.
         """
+        ids = self._computed.ids.copy()
         ends = np.cumsum([row.count for row in self.rows])
         for number in sorted(self._unsound):
             content = [self.registry.unsound(each) for each in self.rows[number].content().tolist()]
             end = int(ends[number])
-            encoded = self.cache.book.rows(np.array(content, dtype=np.uint64), self._nonce)
-            rows[end - len(content) : end] = encoded[:, layer]
-        return rows
+            ids[end - len(content) : end] = content
+        return Content.of(self.cache.book, ids, self._nonce)
 
     def _rests_on_failure(self, layer: int, slots: np.ndarray) -> bool:
         """Return whether any of the slots is one that a failed load should have filled.
@@ -347,7 +348,7 @@ class Worker:
         number = self.cache.group(layer)
         reads = self._reads[number]
         self.device.launch(
-            lambda: self.cache.differing(layer, reads.slots, reads.expected[:, layer]),
+            lambda: self.cache.differing(layer, reads.slots, reads.expected),
             lambda found: self._judge(layer, reads, found),
         )
         if self.cache.groups[number].recurrent:

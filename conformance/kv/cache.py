@@ -19,7 +19,6 @@ layers of different groups are on the same bytes, as vLLM allocates them. Layers
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +29,8 @@ import torch
 from kvconform.contract.case import GroupKind
 from kvconform.kernels.codes import CodeBook
 from kvconform.kv import device
+from kvconform.kv.access import Pages, access
+from kvconform.kv.content import ALL, Content, Index, part_of
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,6 @@ def _group_of_layer(kind: GroupKind, layer: int, block_size: int, heads: int, wi
     return Group(kind, (layer,), block_size, heads, transfer=kind != "private")
 
 
-_memcmp = ctypes.CDLL(None).memcmp
-"""The C library's. Every hook checks for changes, and torch.equal takes five times as long."""
-_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 OLDER = {
     "kv-second": (lambda b, h, s, d: (b, 2, s, h, d), (0, 3, 2, 1, 4)),
     "kv-first": (lambda b, h, s, d: (2, b, s, h, d), (1, 3, 2, 0, 4)),
@@ -99,8 +97,6 @@ OLDER = {
 Each has the shape of a layer's tensor, and the order of its axes as [block, head, slot, K or V,
 element].
 """
-LARGEST = 15
-"""The largest value of a code."""
 PACKED = "LBHNC"
 """The default layout, one of those since vLLM 0.26.
 
@@ -152,8 +148,6 @@ class PagedCache:
         self.names = [f"model.layers.{i}.self_attn.attn" for i in range(book.layers)]
         self.group_of: np.ndarray = np.zeros(num_blocks, dtype=np.int64)
         self.tensors: list[torch.Tensor] = [torch.empty(0)] * book.layers
-        self._views = list(self.tensors)
-        self.shadow = list(self.tensors)
         self._number = {
             layer: number for number, group in enumerate(self.groups) for layer in group.layers
         }
@@ -163,25 +157,28 @@ class PagedCache:
         page = max(group.heads * group.block_size for group in self.groups) * book.width
         pages = device.current.allocate(depth * num_blocks * page, dtype)
         copy = torch.zeros_like(pages)
-        # As bits, so that NaN equals itself.
-        self._bits = torch.int32 if dtype.itemsize == 4 else torch.int16
-        self._all = pages.view(self._bits)
-        self._all_shadow = copy.view(self._bits)
+        views, shadow = list(self.tensors), list(self.tensors)
         for group in self.groups:
-            tensors, views = self._layers(pages, depth, group, layout)
-            shadows = self._layers(copy, depth, group, layout)[1]
+            tensors, mine = self._layers(pages, depth, group, layout)
+            copies = self._layers(copy, depth, group, layout)[1]
             for number, layer in enumerate(group.layers):
                 self.tensors[layer] = tensors[number]
-                self._views[layer] = views[number]
-                self.shadow[layer] = shadows[number]
-        self._split: tuple[np.ndarray | None, tuple[Any, Any]] = None, (None, None)
-        self._upload = device.current.upload
-        self._host_mask = book.content_mask()
-        self._mask = self._upload(torch.from_numpy(self._host_mask))
-        # numpy has no bfloat16.
-        host = not device.current.streamed and not pages.is_cuda
-        self._plain = host and dtype == torch.float32
-        self._look()
+                views[layer] = mine[number]
+                shadow[layer] = copies[number]
+        self._split: tuple[np.ndarray | None, Any] = None, None
+        bits = torch.int32 if dtype.itemsize == 4 else torch.int16
+        self._access = access(
+            Pages(
+                book,
+                dtype,
+                views,
+                shadow,
+                pages.view(bits),
+                copy.view(bits),
+                tuple(group.layers for group in self.groups),
+                self.group_of,
+            )
+        )
 
     def _kernel_blocks(self) -> int:
         """Return the number of kernel blocks per block; ValueError if a block cannot be split."""
@@ -196,29 +193,6 @@ class PagedCache:
                 f" into kernel blocks of {self.kernel_block_size}"
             )
         return group.block_size // self.kernel_block_size
-
-    def _look(self) -> None:
-        """Note where the bytes are now: a connector, too, may move them (`share_memory_`).
-
-        In plain host memory, arrays are read and written instead of tensors: for a few slots, that
-        is four times as fast.
-        """
-        self._arrays: list[np.ndarray] = []
-        self._shadow_arrays: list[np.ndarray] = []
-        self._same_bytes: tuple[int, int, int] | None = None
-        if self._plain:
-            self._arrays = [view.numpy() for view in self._views]
-            self._shadow_arrays = [view.numpy() for view in self.shadow]
-            self._same_bytes = (
-                self._all.data_ptr(),
-                self._all_shadow.data_ptr(),
-                self._all.nbytes,
-            )
-
-    def _follow(self) -> None:
-        """Look again if the bytes were moved."""
-        if self._same_bytes is not None and self._same_bytes[0] != self._all.data_ptr():
-            self._look()
 
     def _layers(
         self, pages: torch.Tensor, depth: int, group: Group, layout: str
@@ -267,19 +241,18 @@ class PagedCache:
         """Return the bytes of one slot of a layer."""
         return self.groups[self._number[layer]].heads * self.book.width * self.dtype.itemsize
 
-    def split(self, slots: np.ndarray) -> tuple[Any, Any]:
-        """Convert slots [n] to (block ids, offsets): arrays, or tensors on the cache's device.
+    def split(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Convert slots [n] to (block ids, offsets) of the tensors.
 
         The result is cached, by identity, until it is called with another array.
         """
         if self._split[0] is not slots:
-            index: Any = np.ascontiguousarray(slots, dtype=np.int64)
-            if not self._plain:
-                index = self._upload(torch.from_numpy(index))
+            index = np.ascontiguousarray(slots, dtype=np.int64)
             self._split = slots, self._place(index // self.stride, index % self.stride)
-        return self._split[1]
+        found: tuple[np.ndarray, np.ndarray] = self._split[1]
+        return found
 
-    def _place(self, blocks: Any, offsets: Any) -> tuple[Any, Any]:
+    def _place(self, blocks: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Convert blocks [n] and offsets [n] in them to those of the tensors."""
         size = self.kernel_block_size
         if size is None:
@@ -299,80 +272,74 @@ class PagedCache:
     It must be below 1/30, or codes cannot be distinguished.
     """
 
-    def write(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> None:
-        """Write rows [n, heads, width] to slots [n] of one layer, as the engine.
+    def write(self, layer: int, slots: np.ndarray, content: Content, which: Index = ALL) -> None:
+        """Write a part of `content` to slots [n] of one layer, as the engine.
 
         Heads that its group does not have are left out.
         """
-        blocks, offsets = self.split(slots)
-        heads = self.groups[self._number[layer]].heads
-        if self._plain:
-            self._follow()
-            parts = rows[:, :heads].reshape(-1, heads, 2, self.book.head_dim)
-            self._arrays[layer][blocks, :, offsets] = parts
-            self._shadow_arrays[layer][blocks, :, offsets] = parts
-            return
-        values = self._upload(torch.from_numpy(rows[:, :heads])).to(self.dtype)
-        values = values.view(-1, heads, 2, self.book.head_dim)
-        self._views[layer][blocks, :, offsets] = values
-        self.shadow[layer][blocks, :, offsets] = values
+        self._access.write(layer, *self.split(slots), content, which)
+
+    def write_rows(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> None:
+        """Write rows [n, heads, width] to slots [n] of one layer, as the engine.
+
+        They may be no codes.
+        """
+        self._access.write_rows(layer, *self.split(slots), rows)
+
+    def poison(
+        self, number: int, blocks: np.ndarray, content: Content, which: np.ndarray
+    ) -> np.ndarray:
+        """Fill blocks [n] of a group with a part of `content`, a row for each; return their slots.
+
+        All slots of a block get the same row.
+        """
+        group = self.groups[number]
+        parts = blocks[:, None] * self.kernel_blocks + np.arange(self.kernel_blocks)
+        of_each = np.repeat(which, self.kernel_blocks)
+        self._access.poison(number, parts.reshape(-1), content, of_each)
+        size = 1 if group.recurrent else group.block_size
+        slots: np.ndarray = (blocks[:, None] * self.stride + np.arange(size)).reshape(-1)
+        return slots
 
     def peek(self, layer: int, slots: np.ndarray) -> torch.Tensor:
         """Return a copy [n, heads, 2, head_dim] of slots [n] of a layer, on the cache's device."""
-        blocks, offsets = self.split(slots)
-        return self._views[layer][blocks, :, offsets]
+        return self._access.peek(layer, *self.split(slots))
 
     def poke(self, layer: int, slots: np.ndarray, values: torch.Tensor) -> None:
         """Write what `peek` returned back to slots [n], but not to the shadow."""
-        blocks, offsets = self.split(slots)
-        self._views[layer][blocks, :, offsets] = values
+        self._access.poke(layer, *self.split(slots), values)
 
     def read(self, layer: int, slots: np.ndarray) -> torch.Tensor:
         """Return the rows [n, heads, width] of slots [n] as they are now, on the host.
 
         A value within the tolerance of a code's becomes the code's.
         """
-        return self._rows(layer, slots).cpu()
+        return self._access.rows(layer, *self.split(slots), self.tolerance).cpu()
 
-    def _rows(self, layer: int, slots: np.ndarray) -> torch.Tensor:
-        blocks, offsets = self.split(slots)
-        rows = self._views[layer][blocks, :, offsets].flatten(2).to(torch.float32)
-        if not self.tolerance:
-            return rows
-        near_a_code = (rows - rows.round()).abs() <= self.tolerance * LARGEST
-        return torch.where(near_a_code, rows.round(), rows)
-
-    def mismatches(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the indices into `slots` whose content differs from `rows`.
+    def mismatches(
+        self, layer: int, slots: np.ndarray, content: Content, which: Index = ALL
+    ) -> np.ndarray:
+        """Return the indices into `slots` that do not hold a part of `content`.
 
         The nonce lanes are not compared.
         """
-        return np.flatnonzero(self.differing(layer, slots, rows).cpu().numpy())
+        return np.flatnonzero(self.differing(layer, slots, content, which).cpu().numpy())
 
-    def differing(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-        """Return a mask [n] of `slots` that differ in content from `rows`, on the cache's device.
+    def differing(
+        self, layer: int, slots: np.ndarray, content: Content, which: Index = ALL
+    ) -> torch.Tensor:
+        """Return a mask [n] of what `mismatches` does, on the cache's device.
 
         The host waits for nothing.
         """
-        if self._plain and not self.tolerance:
-            blocks, offsets = self.split(slots)
-            self._follow()
-            array = self._arrays[layer]
-            there = array[blocks, :, offsets].reshape(len(slots), array.shape[1], self.book.width)
-            wrong = (there != rows[:, : there.shape[1]]) & self._host_mask
-            return torch.from_numpy(wrong.any((1, 2)))
-        have = self._rows(layer, slots)
-        wanted = self._upload(torch.from_numpy(rows[:, : have.shape[1]]))
-        lanes = ((have != wanted) & self._mask).flatten(1)
-        different: torch.Tensor = lanes.contiguous().view(torch.int64).any(1)  # eight at a time
-        return different
+        return self._access.differing(layer, *self.split(slots), content, which, self.tolerance)
 
-    def foreign(self, layer: int) -> np.ndarray:
-        """Return the slots [n] of one layer that were changed, but not by the engine.
+    def foreign(self) -> list[np.ndarray]:
+        """Return the slots of each layer that were changed, but not by the engine.
 
-        Copies the changes into the shadow, so that each is returned once.
+        Each change is returned once.
         """
-        return self.changed_slots(self.changes(layer))
+        return [self.changed_slots(touched) for touched in self.changes()]
 
     @property
     def untouched(self) -> bool:
@@ -380,33 +347,20 @@ class PagedCache:
 
         On CUDA it is never certain: to find out would make the host wait.
         """
-        if self._same_bytes is not None:
-            self._follow()
-            return not _memcmp(*self._same_bytes)
-        return not self._all.is_cuda and torch.equal(self._all, self._all_shadow)
+        return self._access.untouched
 
-    def changes(self, layer: int) -> torch.Tensor | None:
-        """Return what `foreign` does, as a mask [blocks, block_size] on the cache's device.
+    def changes(self) -> list[torch.Tensor | None]:
+        """Return what `foreign` does, as masks on the cache's device; see `changed_slots`.
 
-        None if nothing was changed. On CUDA the host waits for nothing.
+        None if a layer was not changed. On CUDA the host waits for nothing.
         """
-        # As bits, so that NaN equals itself.
-        real = self._views[layer].view(self._bits)
-        shadow = self.shadow[layer].view(self._bits)
-        if not real.is_cuda and torch.equal(real, shadow):
-            return None
-        touched = (real != shadow).flatten(3).any(3).any(1)
-        if len(self.groups) > 1:  # bytes of another group's block are another layer's
-            own = self._upload(torch.from_numpy(self.group_of == self._number[layer]))
-            touched &= own[:, None]
-        shadow.copy_(torch.where(touched[:, None, :, None, None], real, shadow))
-        return touched.view(self.num_blocks, -1)
+        return self._access.changes()
 
     def changed_slots(self, touched: torch.Tensor | None) -> np.ndarray:
         """Return the slots [n] of a mask that `changes` returned."""
         if touched is None:
             return np.empty(0, dtype=np.int64)
-        blocks, offsets = np.nonzero(touched.cpu().numpy())
+        blocks, offsets = np.nonzero(touched.cpu().numpy().reshape(self.num_blocks, -1))
         return blocks * self.stride + offsets
 
 
@@ -446,7 +400,7 @@ class SlicedCache(PagedCache):
         rank, ranks = self.share
         return np.flatnonzero(slots % self.stride % ranks == rank)
 
-    def _place(self, blocks: Any, offsets: Any) -> tuple[Any, Any]:
+    def _place(self, blocks: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See PagedCache."""
         return super()._place(blocks, offsets // self.share[1])
 
@@ -456,10 +410,15 @@ class SlicedCache(PagedCache):
         here = slots // self.stride * (group.block_size // ranks) + slots % self.stride // ranks
         return np.where(slots % self.stride % ranks == rank, here, -1)
 
-    def write(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> None:
+    def write(self, layer: int, slots: np.ndarray, content: Content, which: Index = ALL) -> None:
         """See PagedCache."""
         mine = self._mine(slots)
-        super().write(layer, slots[mine], rows[mine])
+        super().write(layer, slots[mine], content, part_of(which, mine))
+
+    def write_rows(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> None:
+        """See PagedCache."""
+        mine = self._mine(slots)
+        super().write_rows(layer, slots[mine], rows[mine])
 
     def peek(self, layer: int, slots: np.ndarray) -> torch.Tensor:
         """See PagedCache. Only of slots that this rank holds."""
@@ -469,12 +428,14 @@ class SlicedCache(PagedCache):
         """See PagedCache."""
         super().poke(layer, slots[self._mine(slots)], values)
 
-    def differing(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
+    def differing(
+        self, layer: int, slots: np.ndarray, content: Content, which: Index = ALL
+    ) -> torch.Tensor:
         """See PagedCache."""
         mine = self._mine(slots)
-        found = super().differing(layer, slots[mine], rows[mine])
+        found = super().differing(layer, slots[mine], content, part_of(which, mine))
         mask = torch.zeros(len(slots), dtype=torch.bool, device=found.device)
-        return mask.index_copy_(0, self._upload(torch.from_numpy(mine)), found)
+        return mask.index_copy_(0, device.current.upload(torch.from_numpy(mine)), found)
 
     def changed_slots(self, touched: torch.Tensor | None) -> np.ndarray:
         """See PagedCache."""

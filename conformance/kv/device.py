@@ -22,6 +22,8 @@ class Timeline(Protocol):
     """The engine's side of a device."""
 
     streamed: bool
+    kernels: bool
+    """Whether the engine's KV is written, compared and digested by the kernels of kernels/."""
 
     @property
     def early_reads(self) -> list[str]:
@@ -48,6 +50,9 @@ class Timeline(Protocol):
 
         `judge` gets its result, in `finish` at the latest.
         """
+
+    def settle(self) -> None:
+        """Wait until what the engine did without `launch` is done."""
 
     @property
     def overlaps(self) -> bool:
@@ -146,6 +151,7 @@ class Cpu(Unobserved):
     """The CPU, which has no streams."""
 
     streamed = False
+    kernels = False
 
     def allocate(self, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """See Timeline."""
@@ -158,6 +164,9 @@ class Cpu(Unobserved):
     def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
         """Do the work at once."""
         at_once(work, judge)
+
+    def settle(self) -> None:
+        """Do nothing: all work is done."""
 
     def finish(self) -> None:
         """Do nothing: all work is done."""

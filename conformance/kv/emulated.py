@@ -30,6 +30,7 @@ class Emulated:
     """
 
     streamed = True
+    kernels = False
 
     def __init__(self, cuda: Emulation) -> None:
         self.cuda = cuda
@@ -71,6 +72,9 @@ class Emulated:
             self.cuda.launch(partial(at_once, work, judge))
         except DeviceFault as fault:
             self._fault = self._fault or fault
+
+    def settle(self) -> None:
+        """Do nothing: in raw code, all work is done at once."""
 
     @property
     def overlaps(self) -> bool:

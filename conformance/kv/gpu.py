@@ -16,6 +16,7 @@ import torch
 from kvconform.contract.case import Device, Slow
 from kvconform.emulation.patch import Patches
 from kvconform.errors import EnvironmentProblem
+from kvconform.kernels.device import AVAILABLE
 from kvconform.kv import device
 from kvconform.kv.device import Cpu, T, Timeline, Unobserved
 
@@ -31,6 +32,8 @@ class OnCuda(Unobserved):
     """
 
     streamed = True
+    kernels = AVAILABLE
+    """Without Triton the kernels would be torch operations that make the host wait."""
 
     def __init__(self, slow: Slow | None) -> None:
         self.slow = slow
@@ -53,6 +56,10 @@ class OnCuda(Unobserved):
         result = work()
         if judge is not None:
             self._launched.append((judge, result))
+
+    def settle(self) -> None:
+        """See Timeline."""
+        torch.cuda.current_stream().synchronize()
 
     def finish(self) -> None:
         """See Timeline."""

@@ -19,6 +19,7 @@ from kvconform.contract.events import WRITES
 from kvconform.contract.trace import Trace
 from kvconform.kv import device
 from kvconform.kv.cache import Group, PagedCache
+from kvconform.kv.content import Content
 from kvconform.kv.provenance import Chain, Diagnosis, Registry, diagnose
 
 
@@ -317,7 +318,7 @@ class Oracle(Loads):
     def _changes(self) -> list[torch.Tensor | None]:
         if self.cache.untouched:
             return []
-        return [self.cache.changes(layer) for layer in range(len(self.cache.tensors))]
+        return self.cache.changes()
 
     def _classify_all(self, after_hook: str, changes: list[torch.Tensor | None]) -> None:
         for layer, touched in enumerate(changes):
@@ -330,8 +331,7 @@ class Oracle(Loads):
 
         Except where a load of this connector is to fill a slot: it may do that on a thread.
         """
-        for layer in range(len(self.cache.tensors)):
-            slots = self.cache.foreign(layer)
+        for layer, slots in enumerate(self.cache.foreign()):
             awaited = [
                 any(grant.awaits(layer, slot) for grant in self.open_grants())
                 for slot in slots.tolist()
@@ -382,7 +382,7 @@ class Oracle(Loads):
         """Return whether `slot` holds what an overdue load was to bring, at least in part."""
         pos = grant.position(layer, slot)
         assert pos is not None and grant.chain is not None
-        wanted = self.cache.book.rows(grant.chain.array(pos, pos + 1))[:, layer]
+        wanted = Content.of(self.cache.book, grant.chain.array(pos, pos + 1))
         if not len(self.cache.mismatches(layer, np.array([slot]), wanted)):
             return True
         return self._diagnosed(layer, grant.chain, pos, slot).found == "not_yet_loaded"
@@ -594,11 +594,12 @@ class Oracle(Loads):
             if chain.ids[grant.start + index] not in self.registry.origins
         }
         if length > 0:
-            rows = self.cache.book.rows(chain.array(grant.start, grant.start + length))
+            ids = chain.array(grant.start, grant.start + length)
+            wanted = Content.of(self.cache.book, ids)
             for layer in range(len(self.cache.tensors)):
                 slots = grant.slots[layer, :length]
                 there = np.nonzero(grant.written[layer, :length] & (slots >= 0))[0]
-                bad = self.cache.mismatches(layer, slots[there], rows[there, layer])
+                bad = self.cache.mismatches(layer, slots[there], wanted, there)
                 if unknown:
                     foreign |= unknown.intersection(np.delete(there, bad).tolist())
                 for index in (int(there[i]) for i in bad):

@@ -23,7 +23,10 @@ NOT_PYTHON = (
 )  # fmt: skip
 """Ends of files of vLLM's wheel that its Python code does not need in a run of kvconform."""
 
-
+TESTS = "kvconform_tests"
+"""Folder of the kernels' tests next to the package kvconform."""
+RIGS = ("compiling.py", "drawn.py", "places.py")
+"""Files of tests/rigs that the kernels' tests need."""
 LARGE = 200_000
 """Bytes of a file that LZMA is worth its time for."""
 
@@ -85,6 +88,8 @@ def own(folder: Path) -> Part:
     def entries() -> Iterator[tuple[str, bytes]]:
         for name, path in files(Path(kvconform.__file__).parent):
             yield f"kvconform/{name}", path.read_bytes()
+        for name, path in kernel_tests():
+            yield f"{TESTS}/{name}", path.read_bytes()
         # A checkout that is on the import path has PKG-INFO, with the same content.
         metadata = found.read_text("METADATA") or found.read_text("PKG-INFO")
         texts = {"METADATA": metadata, "entry_points.txt": found.read_text("entry_points.txt")}
@@ -93,6 +98,20 @@ def own(folder: Path) -> Part:
                 yield f"{information}/{name}", text.encode("utf-8")
 
     return read(write(folder, "kvconform", version, entries()))
+
+
+def kernel_tests() -> list[tuple[str, Path]]:
+    """Return (path in their folder, file) of the kernels' tests and what they need.
+
+    They are those of the checkout, or those of the pack, that this process runs from. Empty if it
+    runs from neither.
+    """
+    package = Path(kvconform.__file__).resolve().parent
+    for folder in (package.parent / "tests", package.parent / TESTS):
+        if (folder / "kernels").is_dir():
+            rigs = [(f"rigs/{name}", folder / "rigs" / name) for name in RIGS]
+            return [*files(folder / "kernels", "kernels/"), *rigs]
+    return []
 
 
 def files(root: Path, inside: str = "") -> Iterator[tuple[str, Path]]:

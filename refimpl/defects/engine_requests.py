@@ -145,4 +145,4 @@ def leaves_a_token_out(write: Any, worker: Any, layer: int) -> None:
     before = worker.cache.read(layer, slot).numpy().copy()
     write(worker, layer)
     if worker.rows[0].count > 1:
-        worker.cache.write(layer, slot, before)
+        worker.cache.write_rows(layer, slot, before)

@@ -28,7 +28,24 @@ from kvconform.kv.gpu import OnCuda
 from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
-AFTERWARDS = {"finish", "changed_slots", "_judge", "mismatches", "read", "on_cuda", "shutdown"}
+
+
+@pytest.fixture(autouse=True)
+def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton has no emulated device; tests/kv/test_access.py is about the kernels."""
+    monkeypatch.setattr(OnCuda, "kernels", False)
+
+
+AFTERWARDS = {
+    "finish",
+    "settle",
+    "changed_slots",
+    "_judge",
+    "mismatches",
+    "read",
+    "on_cuda",
+    "shutdown",
+}
 """Where the host may wait: when the compute stream has been waited for, and at the end."""
 
 

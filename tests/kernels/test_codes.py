@@ -13,7 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import drawn
 from kvconform.kernels.codes import FINGERPRINT_LANES, MIN_HEAD_DIM, CodeBook, mix64
+from kvconform.kernels.paged import Paged
+from kvconform.kernels.verify import verify
+from kvconform.kernels.write import write
 
 BOOK = CodeBook(3, 2, 16)
 WIDE = CodeBook(2, 2, 40)
@@ -116,3 +120,21 @@ GOLDEN = [5, 9, 3, 0, 9, 4, 6, 0, 12, 12, 15, 10, 13, 12, 11, 10]
 def test_a_head_must_hold_code_and_nonce() -> None:
     with pytest.raises(ValueError, match="at least 16"):
         CodeBook(1, 1, 15)
+
+
+@drawn.BACKENDS
+def test_a_cache_of_some_heads_holds_their_codes(where: tuple[str, str]) -> None:
+    device, backend = where
+    content = np.array([1, 2**63 + 5], dtype=np.uint64)
+    whole = CodeBook(3, 8, 16).rows(content)[:, 2, 5:7].reshape(2, 2, 2, 16)
+    layer = torch.zeros(2, 2, 4, 32, dtype=torch.uint8, device=device)
+    paged = Paged([layer], "LBHNC", [2], first_head=5)
+    slots, wanted = drawn.index([6, 1], device), drawn.ids(content.tolist(), device)
+    write(paged, slots, wanted, backend=backend)
+    there = layer.cpu().unflatten(3, (2, 16))
+    assert np.array_equal(there[[1, 0], :, [2, 1]].numpy(), whole)
+    assert verify(paged, slots, wanted, backend).holds()
+    other = Paged([layer], "LBHNC", [2], first_head=4)
+    assert not verify(other, slots, wanted, backend).holds()
+    with pytest.raises(ValueError, match="fewer than 4096 heads, not 4097"):
+        Paged([layer], "LBHNC", first_head=4095)

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from access_rig import foreign
 from kvconform.config.target import Target
 from kvconform.contract.case import Config
 from kvconform.contract.loader import load_spec
 from kvconform.kernels.codes import CodeBook
 from kvconform.kv.cache import PagedCache, groups_of
+from kvconform.kv.content import Content
 from kvconform.kv.oracle import Grant
 from kvconform.run.case import run_and_judge
 
@@ -42,21 +44,20 @@ def test_what_changed_is_a_change_of_the_layer_whose_block_it_is() -> None:
     # Written as if it were layer 0's: head 0, token 2 of 4. With one head and 8 tokens it is the
     # same token.
     made.tensors[0][3, 0, 2] = 1.0
-    assert made.foreign(0).tolist() == []
-    assert made.foreign(1).tolist() == [3 * 8 + 2]
-    assert made.foreign(1).tolist() == []
+    assert foreign(made) == [[], [3 * 8 + 2], []]
+    assert foreign(made) == [[], [], []]
 
 
 def test_every_layer_reads_back_what_was_written_to_its_block() -> None:
-    made, contents = cache(), np.array([11, 12], dtype=np.uint64)
-    rows = made.book.rows(contents)
+    made = cache()
+    content = Content.of(made.book, np.array([11, 12], dtype=np.uint64))
     for layer, block in enumerate((1, 2, 3)):
         made.group_of[block] = layer
         slots = np.array([block * 8 + 1, block * 8 + 3])
-        made.write(layer, slots, rows[:, layer])
-        assert made.mismatches(layer, slots, rows[:, layer]).tolist() == []
-    assert [made.foreign(layer).tolist() for layer in range(3)] == [[], [], []]
-    assert made.mismatches(0, np.array([9]), rows[1:, 0]).tolist() == [0]
+        made.write(layer, slots, content)
+        assert made.mismatches(layer, slots, content).tolist() == []
+    assert foreign(made) == [[], [], []]
+    assert made.mismatches(0, np.array([9]), content, np.array([1])).tolist() == [0]
 
 
 def test_a_grant_wants_nothing_before_the_window_and_nothing_of_a_group_that_is_kept_back() -> None:

@@ -6,16 +6,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from access_rig import foreign, way  # noqa: F401
 from kvconform.kernels.codes import CodeBook
 from kvconform.kv.cache import PagedCache, SlicedCache
+from kvconform.kv.content import Content
 
 BOOK = CodeBook(layers=2, heads=2, head_dim=16)
 BLOCK, KERNEL = 12, 4
 SLOTS = np.arange(2 * BLOCK, 3 * BLOCK)  # of block 2
 
 
-def rows() -> np.ndarray:
-    return BOOK.rows(np.arange(1, BLOCK + 1, dtype=np.uint64))[:, 0]
+def content(tokens: int = BLOCK) -> Content:
+    return Content.of(BOOK, np.arange(1, tokens + 1, dtype=np.uint64))
 
 
 def split(layout: str = "LBHNC") -> PagedCache:
@@ -25,22 +27,21 @@ def split(layout: str = "LBHNC") -> PagedCache:
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
 def test_a_block_is_several_blocks_of_the_tensor(layout: str) -> None:
     cache = split(layout)
-    cache.write(0, SLOTS, rows())
+    cache.write(0, SLOTS, content())
     tensor = cache.tensors[0].numpy()
     assert tensor.shape == (5 * 3, 2, KERNEL, BOOK.width)
     for part in range(3):
-        wanted = rows()[part * KERNEL : (part + 1) * KERNEL].transpose(1, 0, 2)
+        wanted = content().rows[part * KERNEL : (part + 1) * KERNEL, 0].transpose(1, 0, 2)
         assert np.array_equal(tensor[2 * 3 + part], wanted)
     assert not np.delete(tensor, [6, 7, 8], axis=0).any()
-    assert cache.mismatches(0, SLOTS, rows()).tolist() == []
+    assert cache.mismatches(0, SLOTS, content()).tolist() == []
 
 
 def test_foreign_writes_are_found_by_the_schedulers_slots() -> None:
     cache = split()
     cache.tensors[1][2 * 3 + 1, 0, 3] = 5
-    assert cache.foreign(0).tolist() == []
-    assert cache.foreign(1).tolist() == [2 * BLOCK + KERNEL + 3]
-    assert cache.foreign(1).tolist() == []
+    assert foreign(cache) == [[], [2 * BLOCK + KERNEL + 3]]
+    assert foreign(cache) == [[], []]
 
 
 def test_the_attention_gets_kernel_blocks_and_the_same_slots() -> None:
@@ -64,8 +65,17 @@ def test_a_block_must_be_whole_kernel_blocks() -> None:
 def test_the_share_of_a_rank_is_split() -> None:
     cache = SlicedCache(BOOK, 5, 2 * BLOCK, 1, 2, kernel_block_size=KERNEL)
     slots = np.arange(2 * 2 * BLOCK, 3 * 2 * BLOCK)
-    wanted = BOOK.rows(np.arange(1, 2 * BLOCK + 1, dtype=np.uint64))[:, 0]
+    wanted = content(2 * BLOCK)
     cache.write(0, slots, wanted)
-    assert np.array_equal(cache.tensors[0][7, :, 1].numpy(), wanted[2 * (KERNEL + 1) + 1])
+    assert np.array_equal(cache.tensors[0][7, :, 1].numpy(), wanted.rows[2 * (KERNEL + 1) + 1, 0])
     cache.tensors[0][7, 0, 1] = 0
     assert cache.mismatches(0, slots, wanted).tolist() == [2 * (KERNEL + 1) + 1]
+
+
+def test_the_kernel_blocks_of_a_block_are_poisoned_together() -> None:
+    cache = split()
+    slots = cache.poison(0, np.array([1, 3]), content(3), np.array([2, 0]))
+    assert slots.tolist() == [*range(BLOCK, 2 * BLOCK), *range(3 * BLOCK, 4 * BLOCK)]
+    for layer in (0, 1):
+        assert cache.mismatches(layer, slots, content(3), np.repeat([2, 0], BLOCK)).tolist() == []
+    assert not cache.tensors[0][[0, 1, 2, 6, 7, 8]].any() and foreign(cache) == [[], []]

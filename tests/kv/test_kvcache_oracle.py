@@ -8,6 +8,7 @@ import pytest
 
 from core_rig import BLOCK, Machine, output
 from kvconform.judge.describe import describe
+from kvconform.kv.content import Content
 from kvconform.kv.oracle import Fill, slots_of
 from kvconform.kv.provenance import Chain, Identity, Origin
 
@@ -81,12 +82,9 @@ def test_the_same_bytes_with_another_nonce_are_a_write(machine: Machine) -> None
     machine.put(36)
     machine.oracle.check_writes("start_load_kv")
     assert [e["other_request"] for e in machine.events("kv.changed")] == [[36], [36]]
-    assert (
-        machine.cache.mismatches(
-            0, np.array([36]), machine.batch.requests["b"].expected(machine.book, 1)[:, 0]
-        ).size
-        == 0
-    )
+    chain = machine.batch.requests["b"].chain
+    wanted = Content.of(machine.book, chain.array(0, 1))
+    assert machine.cache.mismatches(0, np.array([36]), wanted).size == 0
 
 
 def load_step(machine: Machine, **kwargs: object) -> None:
@@ -110,9 +108,9 @@ def shared(machine: Machine) -> Machine:
         machine.registry.note(
             chain.append(token), Origin("token", "first", 0, pos, chain.plain[pos], token)
         )
-    rows = machine.book.rows(chain.array(0, 4))
+    content = Content.of(machine.book, chain.array(0, 4))
     for layer in (0, 1):
-        machine.cache.write(layer, np.arange(4, 8), rows[:, layer])
+        machine.cache.write(layer, np.arange(4, 8), content)
     machine.oracle.filled(np.arange(4, 8), 1, Fill(("first", 0)))
     return machine
 

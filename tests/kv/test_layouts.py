@@ -9,12 +9,15 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from access_rig import WAYS, foreign
 from kvconform.compat.groups import RESOLVES_LAYOUTS
 from kvconform.config.target import Target
 from kvconform.contract.case import Layout
 from kvconform.contract.loader import load_spec
 from kvconform.kernels.codes import CodeBook
+from kvconform.kv import device
 from kvconform.kv.cache import PagedCache, groups_of
+from kvconform.kv.content import Content
 from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
@@ -24,20 +27,27 @@ LAYOUTS = get_args(Layout)
 needs_layouts = pytest.mark.skipif(not RESOLVES_LAYOUTS, reason="this vLLM does not settle layouts")
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["full", "latent"])
-def test_a_slot_is_found_in_every_layout(layout: str, kind: str) -> None:
+def test_a_slot_is_found_in_every_layout(layout: str, kind: str, way: str) -> None:
+    with device.activate(WAYS[way]()):
+        found_in_its_place(layout, kind)
+
+
+def found_in_its_place(layout: str, kind: str) -> None:
     groups = groups_of([kind], layers=2, block_size=TOKENS, heads=2, window=8)  # type: ignore[list-item]
     cache = PagedCache(BOOK, BLOCKS, TOKENS, layout=layout, groups=groups)
-    slots, rows = np.array([5, 22]), BOOK.rows(np.array([3, 4], dtype=np.uint64))
-    cache.write(1, slots, rows[:, 1])
-    assert cache.mismatches(1, slots, rows[:, 1]).tolist() == []
+    slots, content = np.array([5, 22]), Content.of(BOOK, np.array([3, 4], dtype=np.uint64))
+    rows = content.rows
+    cache.write(1, slots, content)
+    assert cache.mismatches(1, slots, content).tolist() == []
     assert cache.tensors[1][1, 0, 1].tolist() == rows[0, 1, 0].tolist()  # block 1, head 0, token 1
     assert not cache.tensors[0].any() and cache.tensors[1].count_nonzero() == np.count_nonzero(
         rows[:, 1, : groups[0].heads]
     )
     cache.tensors[1][2, :, 3] = 9
-    assert (cache.foreign(0).tolist(), cache.foreign(1).tolist()) == ([], [11])
+    assert foreign(cache) == [[], [11]]
 
 
 @needs_layouts

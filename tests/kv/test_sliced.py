@@ -9,8 +9,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from access_rig import foreign, way  # noqa: F401
 from kvconform.kernels.codes import CodeBook
 from kvconform.kv.cache import Group, SlicedCache
+from kvconform.kv.content import Content
 
 BLOCK = 8
 SLOTS = np.arange(2 * BLOCK, 3 * BLOCK)  # of block 2
@@ -22,22 +24,22 @@ def ranks() -> tuple[CodeBook, list[SlicedCache]]:
     return book, [SlicedCache(book, 4, BLOCK, rank, 2, groups=groups) for rank in range(2)]
 
 
-def rows(book: CodeBook) -> np.ndarray:
-    return book.rows(np.arange(1, BLOCK + 1, dtype=np.uint64))[:, 0]
+def content(book: CodeBook) -> Content:
+    return Content.of(book, np.arange(1, BLOCK + 1, dtype=np.uint64))
 
 
 def test_each_rank_has_half_of_a_block() -> None:
     book, caches = ranks()
     for rank, cache in enumerate(caches):
-        cache.write(0, SLOTS, rows(book))
+        cache.write(0, SLOTS, content(book))
         assert list(cache.tensors[0].shape) == [4, 1, BLOCK // 2, book.width]
-        assert np.array_equal(cache.tensors[0][2, 0].numpy(), rows(book)[rank::2, 0])
+        assert np.array_equal(cache.tensors[0][2, 0].numpy(), content(book).rows[rank::2, 0, 0])
         assert not cache.tensors[0][[0, 1, 3]].any() and not cache.tensors[1].any()
 
 
 def test_what_another_rank_holds_is_never_wrong() -> None:
     book, caches = ranks()
-    wanted = rows(book)
+    wanted = content(book)
     caches[1].write(0, SLOTS, wanted)
     assert caches[1].mismatches(0, SLOTS, wanted).tolist() == []
     caches[1].tensors[0][2, 0, 1] = 0  # the fourth token
@@ -49,9 +51,8 @@ def test_foreign_writes_are_found_by_the_schedulers_slots() -> None:
     _, caches = ranks()
     for rank, cache in enumerate(caches):
         cache.tensors[1][2, 0, 3] = 5
-        assert cache.foreign(0).tolist() == []
-        assert cache.foreign(1).tolist() == [2 * BLOCK + 6 + rank]
-        assert cache.foreign(1).tolist() == []
+        assert foreign(cache) == [[], [2 * BLOCK + 6 + rank]]
+        assert foreign(cache) == [[], []]
 
 
 def test_the_model_runner_counts_its_own_slots() -> None:

@@ -71,7 +71,7 @@ def test_commands_and_options_that_are_named_exist() -> None:
     assert set(re.findall(r"^kvconform ([a-z]+)", fenced, re.M)) <= set(commands)
     known = {
         option
-        for name in ("run", "watch", "ci", "init", "pack")
+        for name in ("run", "watch", "ci", "init", "pack", "gpu")
         for parameter in commands[name].params
         for option in parameter.opts
     }

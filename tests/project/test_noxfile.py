@@ -378,7 +378,7 @@ def test_the_releases_of_a_matrix(
     )
 
 
-def test_on_a_gpu_kernels_snapshots_and_gate(
+def test_on_a_gpu_one_command_makes_all_checks(
     sessions: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = sessions
@@ -390,32 +390,8 @@ def test_on_a_gpu_kernels_snapshots_and_gate(
         lambda env, wanted, gpu: env.done.update(vllm=[wanted, "GPU"]),
     )
     Made.runs.clear()
-    getattr(module.gpu, "func", module.gpu)(Chosen("gpu", "--connector", "a:B"))
-    tests, snapshots, gate = Made.runs
-    assert tests[:3] == ("-m", "pytest", "tests/kernels") and snapshots[-2:] == ("--device", "cuda")
-    assert gate == ("-m", "kvconform", "run", "--device", "cuda", "--connector", "a:B")
-
-
-def test_as_is_nothing_is_installed(
-    sessions: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    module, ran = sessions, list[tuple[str, ...]]()
-    monkeypatch.setattr(module.noxenv, "has_gpu", lambda: True)
-    monkeypatch.setattr(module.noxenv, "NOX", tmp_path)
-    monkeypatch.setattr(module.noxenv, "Environment", None)
-    session = Chosen("gpu", "--as-is")
-    monkeypatch.setattr(
-        session,
-        "run",
-        lambda *args, env, external: ran.append((*args[1:], env["PYTHONPATH"])),
-        raising=False,
-    )
-    getattr(module.gpu, "func", module.gpu)(session)
-    assert [args[:-1] for args in ran] == [
-        ("-m", "pytest", "tests/kernels"),
-        ("-m", "kvconform.kernels.bench"),
-    ]
-    assert (Path(ran[0][-1]) / "kvconform" / "kernels" / "bench.py").is_file()
+    getattr(module.gpu, "func", module.gpu)(Chosen("gpu", "--minutes", "20"))
+    assert Made.runs == [("-m", "kvconform.gpu", "--minutes", "20")]
 
 
 def test_without_a_gpu_nothing_is_said_to_have_run(

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of `kvconform gpu`: order, time limit, what is kept, and how a call goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.gpu import command, session
+from kvconform.gpu.parts import Part, Reading, Setting
+from kvconform.gpu.result import NAME, Machine, Result, load
+
+MACHINE = Machine(
+    device="a GPU",
+    driver="1",
+    capability="9.0",
+    python="3.12",
+    torch="2",
+    triton="3",
+    vllm=None,
+    compiled=False,
+)
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "SHORTEST", 0.5)
+
+
+def part(name: str, code: str, problem: str = "", lacks: str | None = None) -> Part:
+    return Part(
+        name,
+        f"The part {name}",
+        lambda setting: [[sys.executable, "-c", code]],
+        lambda setting: lacks,
+        lambda setting: Reading({"figure": 1}, problem),
+    )
+
+
+def run(folder: Path, *parts: Part, minutes: float = 1, machine: Machine = MACHINE, **more: object):
+    said: list[str] = []
+    setting = Setting(machine, folder)
+    result = session.run(setting, minutes, said.append, parts=parts, **more)  # type: ignore[arg-type]
+    assert load(folder / NAME) == result
+    return {each.part: (each.status, each.reason) for each in result.parts}, said, result.code
+
+
+def test_every_outcome_has_its_status_and_reason(tmp_path: Path) -> None:
+    found, said, code = run(
+        tmp_path,
+        part("good", "pass"),
+        part("bad", "print('what it says'); raise SystemExit(3)"),
+        part("wrong", "pass", problem="a requirement failed"),
+        part("absent", "pass", lacks="there is no tool"),
+    )
+    assert found == {
+        "good": ("done", ""),
+        "bad": ("failed", "status 3: what it says"),
+        "wrong": ("failed", "a requirement failed"),
+        "absent": ("not run", "there is no tool"),
+    }
+    assert code == 1 and said[0] == "good: The part good"
+    page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    assert "| The part absent | NOT MEASURED |" in page and "figure 1" in page
+    assert "what it says" in (tmp_path / "bad.log").read_text(encoding="utf-8")
+
+
+def test_what_passed_gives_status_0_and_what_was_not_run_does_not_count(tmp_path: Path) -> None:
+    _, _, code = run(tmp_path, part("good", "pass"), part("absent", "", lacks="there is no tool"))
+    assert code == 0
+
+
+def test_a_part_is_killed_at_the_limit_with_all_that_it_started(tmp_path: Path) -> None:
+    started = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, time, pathlib\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+        " start_new_session=True)\n"
+        f"pathlib.Path({str(started)!r}).write_text(str(child.pid))\n"
+        "time.sleep(600)"
+    )
+    begun = time.monotonic()
+    found, _, status = run(tmp_path, part("slow", code), part("late", "pass"), minutes=2.5 / 60)
+    assert found["slow"][0] == "timed out" and found["late"] == ("not run", session.NO_TIME)
+    assert status == 1 and time.monotonic() - begun < 60
+    assert not psutil.pid_exists(int(started.read_text()))
+
+
+def test_the_next_call_goes_on_and_a_timed_out_part_comes_last(tmp_path: Path) -> None:
+    first, second = part("first", "import time; time.sleep(600)"), part("second", "pass")
+    before, _, _ = run(tmp_path, first, second, minutes=0.7 / 60)
+    assert before == {
+        "first": ("timed out", before["first"][1]),
+        "second": ("not run", "no time was left"),
+    }
+    found, said, _ = run(tmp_path, part("first", "pass"), second)
+    assert [line for line in said if ":" in line] == [
+        "second: The part second",
+        "first: The part first",
+    ]
+    assert found == {"first": ("done", ""), "second": ("done", "")}
+    _, said, _ = run(tmp_path, first, second)
+    assert said == []
+    _, said, _ = run(tmp_path, part("first", "pass"), second, afresh=True)
+    assert len(said) == 4
+    _, said, _ = run(tmp_path, first, second, only=["second"])
+    assert said[0] == "second: The part second"
+
+
+def test_an_interrupted_call_keeps_what_it_has(tmp_path: Path) -> None:
+    def interrupt(setting: Setting) -> list[list[str]]:
+        assert load(tmp_path / NAME).of("good").status == "done"  # type: ignore[union-attr]
+        raise KeyboardInterrupt
+
+    broken = Part("broken", "Interrupted", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, part("good", "pass"), broken)
+    kept = load(tmp_path / NAME)
+    assert kept is not None and kept.of("good").status == "done"
+    assert kept.of("broken").status == "not run"
+
+
+def test_files_that_cannot_be_read_fail_their_part(tmp_path: Path) -> None:
+    def read(setting: Setting) -> Reading:
+        return Reading(json.loads("{"))
+
+    found, _, _ = run(tmp_path, Part("odd", "Odd", lambda setting: [], read=read))
+    assert found["odd"][0] == "failed" and "its results cannot be read" in found["odd"][1]
+
+
+def test_results_of_another_machine_are_not_mixed(tmp_path: Path) -> None:
+    run(tmp_path, part("good", "pass"))
+    other = MACHINE.model_copy(update={"torch": "3"})
+    with pytest.raises(UsageError, match=r"another machine \(torch 2 -> 3\)"):
+        run(tmp_path, part("good", "pass"), machine=other)
+
+
+def test_an_unknown_part_and_a_file_that_is_no_result(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no part 'b'; there are a"):
+        run(tmp_path, part("a", "pass"), only=["b"])
+    (tmp_path / NAME).write_text('{"format": 2}', encoding="utf-8")
+    with pytest.raises(UsageError, match="no result of this version.*--afresh"):
+        run(tmp_path, part("a", "pass"))
+
+
+def test_without_a_gpu_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = MACHINE.model_copy(update={"device": None})
+    monkeypatch.setattr(session, "machine", lambda: nothing)
+    with pytest.raises(EnvironmentProblem, match="needs a GPU") as raised:
+        command.gpu(out=str(tmp_path / "out"))
+    assert raised.value.code == 3 and not (tmp_path / "out").exists()
+    for wrong in ({"minutes": 0.0}, {"device": "tpu"}):
+        with pytest.raises(UsageError):
+            command.gpu(out=str(tmp_path / "out"), **wrong)  # type: ignore[arg-type]
+
+
+def test_this_machine_is_described() -> None:
+    found = session.machine()
+    assert found.torch and found.python.startswith("3.")
+
+
+def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    result = Result(machine=MACHINE, parts=[])
+    session.keep(result, Setting(MACHINE, tmp_path))
+    assert load(tmp_path / NAME) == result and load(tmp_path / "none") is None
