@@ -76,7 +76,7 @@ def every(
             "--version",
             callback=_version,
             is_eager=True,
-            help="version of kvconform; `kvconform version` has those of its surroundings, too",
+            help="version of kvconform; `kvconform version` also prints those of vLLM, torch and Python",
         ),
     ] = False,
 ) -> None:

@@ -93,7 +93,7 @@ class Controller:
         self.hint = terminal.hint_of(self.collector)  # before the last report is gone
         self.folder = Path(settings.report_dir)
         scratch.remove_abandoned()
-        parent = None if settings.debug else scratch_root()  # what stays is no use of memory
+        parent = None if settings.debug else scratch_root()  # kept folders go to a disk
         self.scratch = scratch.make("run", parent, keep=settings.debug)
         self.commands = Commands(settings, self.scratch, self.folder / "logs" / "commands.log")
         self.progress = Progress(console, len(selection.variants))

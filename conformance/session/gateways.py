@@ -89,7 +89,9 @@ class ForkedIO(Popen2IO):
             wire.send(channel, request, [theirs_in, theirs_out, 2, theirs.fileno()])
             theirs.close()
             _await(self._worker)
+            self._worker.settimeout(start_limit())  # of the rest, if it comes in parts
             self._pid = int(wire.receive(self._worker)[0]["pid"])
+            self._worker.settimeout(None)
         except BaseException:
             for end in (ours_out, ours_in):
                 os.close(end)
@@ -119,7 +121,9 @@ def _await(answer: socket.socket) -> None:
     """Wait until there is an answer; say so if that takes long. TimeoutError after the limit."""
     limit = start_limit()
     quiet = min(QUIET, limit)
-    if select.select([answer], [], [], quiet)[0]:
+    poll = select.poll()  # unlike select, for any number of open files
+    poll.register(answer, select.POLLIN)
+    if poll.poll(quiet * 1000):
         return
     if quiet < limit:
         print(
@@ -127,7 +131,7 @@ def _await(answer: socket.socket) -> None:
             f" ({watchdog.START_SECONDS}) the workers import it themselves",
             file=sys.stderr,
         )
-        if select.select([answer], [], [], limit - quiet)[0]:
+        if poll.poll((limit - quiet) * 1000):
             return
     raise TimeoutError
 

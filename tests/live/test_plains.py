@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ pytest.importorskip("vllm")
 @pytest.fixture
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.delenv(REDUCED, raising=False)
+    # A worker moves the directory for temporary files to its own, which ends with this test.
+    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
     return Worker(
         Settings(select=["chunked"], report_dir=str(tmp_path / "report")),
         "0.32.0",

@@ -26,6 +26,7 @@ CASES = (
     "speculation.mixed",
 )
 MATTERS = {  # what is only different elsewhere
+    "blending": ("identity.same-middle",),
     "buffered": ("cache.prefetched",),
     "buffered-async": ("cache.prefetched",),
     "chunk-256": ("chunked.large-chunks",),

@@ -136,8 +136,8 @@ def test_requests_load_what_they_saved(engine: str, requests: int, tmp_path: Pat
 WRONG = {
     "defects.bytes:SwapsHalves": "layout.halves",
     "defects.boundaries:UnknownToken": "save.plan-bound",
-    "defects.identity:Unchained": "save.owned",
-    "defects.identity:UnchainedWithIdentity": "save.owned",
+    "defects.identity:Unchained": "identity.prefix",
+    "defects.identity:UnchainedWithIdentity": "identity.prefix",
 }
 
 
