@@ -76,7 +76,7 @@ def every(
             "--version",
             callback=_version,
             is_eager=True,
-            help="version of kvconform; `kvconform version` also prints those of vLLM, torch and Python",
+            help="version of kvconform; `kvconform version` also prints those of what it uses",
         ),
     ] = False,
 ) -> None:

@@ -285,7 +285,7 @@ _kind(
     "on:str req:str generation:int of:str stale:str aborted:bool offered:int local:int "
     "promised:int loaded:int wrong:bool failed:bool held:bool released:int gone:bool",
     "At the end, for a request that was handed parameters: the fate of the KV they refer "
-    "to; gone = released before it was loaded.",
+    "to; gone = released before it was loaded, or, if nothing was, before the request came.",
 )
 
 # -- hooks: what the probe sees

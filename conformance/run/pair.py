@@ -207,6 +207,7 @@ class Handovers:
         reports = [e["seq"] for e in sends if e["kind"] == "transfer.reported"]
         released = [seq for seq in reports if seq < until]
         lookups = [e for e in mine if e["kind"] == "lookup" and e["tokens"] is not None]
+        came = next((e["seq"] for e in (*dues, *mine)), math.inf)
         wrong = [e for e in dues if (e["missing"] and not e["reported_failed"]) or e["wrong"]]
         self.trace.emit(
             "pair.request",
@@ -224,7 +225,7 @@ class Handovers:
             failed=any(e["transfer"] in failed for e in dues),
             held=any(e["kind"] == "hold" for e in sends),
             released=len(released),
-            gone=bool(released and dues) and released[0] < dues[0]["seq"],
+            gone=bool(reports) and reports[0] < came,
         )
 
 

@@ -62,6 +62,42 @@ def test_a_producer_that_pushes_chunk_by_chunk_fails_nothing(case: Case, tmp_pat
         assert bool(report.unmet) == (case.id == "transfer.late")
 
 
+def test_what_a_lease_gave_up_before_the_request_came_is_not_owed(tmp_path: Path) -> None:
+    """The clock was set forward while no request came; found by exploration."""
+    prompt = {"prompt": 7, "max_tokens": 1}
+    case = Case.model_validate(
+        {
+            "id": "transfer.given-up",
+            "area": "transfer",
+            "text": "A consumer comes when the lease is over.",
+            "config": {
+                "prefix_caching": False,
+                "engines": {"p": "kv_producer", "d": "kv_consumer"},
+            },
+            "engines": ["reference"],
+            "relations": [],
+            "steps": [
+                {"add": {"req": "a", **prompt, "hand_over": True}},
+                {"run": {}},
+                {"add": {"req": "b", "prompt": 16, "max_tokens": 1}},
+                {"run": {"until": "b"}},
+                {"on": "d"},
+                {"add": {"req": "c", "prompt": {"same": "a"}, "max_tokens": 4, "handed": "a"}},
+                {"run": {}},
+            ],
+        },
+        strict=False,
+    )
+    variant = variants(case)[0]
+    declared = {"transfer": True, "store": False}
+    target = Target(PEER, {"lease": 4}, capabilities=declared)
+    run = run_variant(variant, target, seed=0, tmp=tmp_path / "run")
+    (request,) = (event for event in run.trace if event["kind"] == "pair.request")
+    assert (request["held"], request["gone"], request["loaded"]) == (True, True, 0)
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "judged")
+    assert [row for row in report.rows if row.verdict == "FAIL"] == []
+
+
 def test_every_event_of_a_pair_is_as_listed_and_says_whose_it_is(tmp_path: Path) -> None:
     variant = variants(SPEC.cases["transfer.prompt"])[0]
     run = run_variant(
