@@ -29,7 +29,7 @@ MATTERS = {  # what is only different elsewhere
     "buffered": ("cache.prefetched",),
     "buffered-async": ("cache.prefetched",),
     "chunk-256": ("chunked.large-chunks",),
-    "controlled": ("cache.operator", "cache.pinned"),
+    "controlled": ("cache.cleared", "cache.moved", "cache.compressed", "cache.pinned"),
     "divergent": ("groups.divergent",),
     "foresees-failures": ("chunked.boundaries",),
     "honours-skip": ("lifecycle.ignore-hits", "lifecycle.local-recomputed"),
