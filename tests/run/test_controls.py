@@ -226,7 +226,7 @@ def test_a_controller_is_declared_with_its_lookup() -> None:
         complete({"controller": ["pin"]})
 
 
-@pytest.mark.parametrize("operation", ["clear", "move", "pin", "compress"])
+@pytest.mark.parametrize("operation", ["lookup", "clear", "move", "pin", "compress"])
 def test_each_operation_has_a_case_that_needs_no_other(operation: str) -> None:
     caps = complete({"store": True, "controller": ["lookup", operation]})
     cases = [
