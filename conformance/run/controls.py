@@ -161,18 +161,20 @@ def _controller_of(connector: Any, declared: Collection[str]) -> Any:
 
 def _look_up(controller: Any, request: Any) -> Found:
     answer = controller.lookup(request)
-    found, at = (
-        (answer.get("found"), answer.get("at")) if isinstance(answer, Mapping) else (None, None)
-    )
-    is_right = (
-        _is_count(found) and isinstance(at, Mapping) and at and all(map(_is_count, at.values()))
-    )
-    if not is_right:
+    if not _is_answer(answer):
         raise UsageError(
             "controller: lookup() must return {'found': int, 'at': {level: int}}, with a level at "
             f"least, and not {answer!r}"[:300]
         )
-    return Found(found, at)
+    return Found(answer["found"], answer["at"])
+
+
+def _is_answer(answer: Any) -> bool:
+    if not isinstance(answer, Mapping):
+        return False
+    at = answer.get("at")
+    has_levels = isinstance(at, Mapping) and bool(at) and all(map(_is_count, at.values()))
+    return has_levels and _is_count(answer.get("found"))
 
 
 def _is_count(value: Any) -> bool:
