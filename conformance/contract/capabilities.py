@@ -113,7 +113,7 @@ CAPABILITIES: dict[str, Capability] = {
         (),
         (
             tuple[Operation, ...] | list[Operation],
-            "a list of lookup, clear, move, pin and compress",
+            "a list of lookup and any of clear, move, pin and compress",
         ),
         "what an operator may ask of the stored KV, by the methods of its kvconform_controller()",
     ),
@@ -155,6 +155,12 @@ def complete(declared: dict[str, Any]) -> dict[str, Any]:
             hint = did_you_mean(name, CAPABILITIES, 1) or all_known
             raise UsageError(f"unknown capability {name!r}{hint}")
         known.check(name, value)
+    operations = declared.get("controller", ())
+    if operations and "lookup" not in operations:
+        raise UsageError(
+            f"capability controller is {operations!r}; it must have lookup, which shows what the "
+            "other operations did"
+        )
     return {name: declared.get(name, known.default) for name, known in CAPABILITIES.items()}
 
 

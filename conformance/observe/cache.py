@@ -8,7 +8,7 @@ state of the levels, and `cached(request)` what they have of a request.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from kvconform.contract.trace import Event, Trace
@@ -40,7 +40,7 @@ class CacheObserver:
         self._block_size = block_size
         self._last: dict[str, Any] | None = None
         self.left: int | None = None
-        """How many entries have left a level between two looks; None: their keys are not shown."""
+        """How many entries had to leave a level for others; None: their keys are not shown."""
         self.levels = 0
         """How many levels there are."""
         self._keys: list[set[str]] = []
@@ -84,13 +84,13 @@ class CacheObserver:
             self.trace.emit("cache.state", **state)
 
     def _look(self) -> dict[str, Any]:
-        """Return the state without the keys of entries, and count those that have left a level."""
+        """Return the state without the keys of entries, and count those that had to leave."""
         state = dict(self._inspector.cache())
         levels = state["levels"]
         if all("keys" in level for level in levels):
             now = [set(level["keys"]) for level in levels]
-            gone = sum(len(old - new) for old, new in zip(self._keys, now, strict=False))
-            self.left = (self.left or 0) + gone
+            bounds = [level["bound"] for level in levels]
+            self.left = (self.left or 0) + evicted(self._keys or [set() for _ in now], now, bounds)
             self._keys = now
         self.levels = len(levels)
         state["levels"] = [
@@ -108,6 +108,25 @@ class CacheObserver:
         while (state := self._look())["held"] and clock.monotonic() < deadline:
             time.sleep(POLL)
         self.trace.emit("cache.ended", **state)
+
+
+def evicted(
+    before: Sequence[Set[str]], now: Sequence[Set[str]], bounds: Sequence[int | None]
+) -> int:
+    """Return how many entries at least made room for others, between two looks at the levels.
+
+    Entries that only vanish may have expired, and those that are in a faster level now may have
+    moved there.
+    """
+    count = 0
+    faster: set[str] = set()
+    for old, new, bound in zip(before, now, bounds, strict=False):
+        gone = old - new
+        moved_up = len(gone & faster)
+        surplus = 0 if bound is None else len(old | new) - bound
+        count += max(0, min(len(gone), surplus) - moved_up)
+        faster |= new
+    return count
 
 
 def _has_room(state: Mapping[str, Any]) -> bool:

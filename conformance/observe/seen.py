@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kvconform.contract.trace import Event, Trace
@@ -35,38 +36,64 @@ class Seen:
         self.trace = trace
         self.cache: CacheObserver | None = None
         """The observer of the cache behind the connector, if that is shown."""
-        self._asked: dict[str, tuple[int, bool]] = {}
-        self._missed: Bounds = (0, 0)
-        self._granted_at: dict[str, float] = {}
+        self.chunk_tokens = 0
+        """The connector's granularity in tokens, if it declares one."""
+        self._asked: dict[str, tuple[int, int, bool]] = {}
+        self._misses: list[Miss] = []
+        self._looked_up_tokens = 0
+        # When a request was first looked up, until it is admitted.
+        self._since: dict[str, float] = {}
+        # The same of granted loads that are not due yet.
+        self._loading: dict[str, list[float]] = defaultdict(list)
+        self._due: set[Any] = set()
         self._seconds = 0.0
         self._read = 0
-        probe.on("get_num_new_matched_tokens", after=self._looked_up)
+        self._layers = 0
+        probe.on("register_kv_caches", before=self._registered)
+        probe.on("get_num_new_matched_tokens", before=self._looks_up, after=self._looked_up)
         probe.on("update_state_after_alloc", before=self._admitted)
         probe.on("get_kv_connector_stats", before=self._counted)
+
+    def _registered(self, call: Call) -> None:
+        self._layers = max(self._layers, len(call.arg(0, "kv_caches")))
+
+    def _looks_up(self, call: Call) -> None:
+        """Note when a request is looked up first: a lookup may start to fetch, and answer None."""
+        self._since.setdefault(call.arg(0, "request").request_id, time.monotonic())
 
     def _looked_up(self, call: Call) -> None:
         """Note how many tokens a request asks for, beyond those that the engine has itself."""
         request = call.arg(0, "request")
+        self._looked_up_tokens += request.num_tokens
         if call.legal and call.result[0] is not None and not request.skip_reading_prefix_cache:
-            wanted = request.num_tokens - call.arg(1, "num_computed_tokens")
-            self._asked[request.request_id] = (wanted, request.num_preemptions > 0)
+            local = call.arg(1, "num_computed_tokens")
+            is_resumed = request.num_preemptions > 0
+            self._asked[request.request_id] = (request.num_tokens, local, is_resumed)
 
     def _admitted(self, call: Call) -> None:
         req = call.arg(0, "request").request_id
         external = call.arg(2, "num_external_tokens")
+        since = self._since.pop(req, time.monotonic())
         if external > 0:
-            self._granted_at[req] = time.monotonic()
-        wanted, is_resumed = self._asked.pop(req, (external, False))
-        # Whether the lookup of a resumed request counts is the connector's choice.
-        low, high = self._missed
-        self._missed = (low if is_resumed else low + wanted - external, high + wanted - external)
+            self._loading[req].append(since)
+        else:
+            self._seconds += time.monotonic() - since
+        if req in self._asked:
+            tokens, local, is_resumed = self._asked.pop(req)
+            self._misses.append(Miss(tokens, local + external, is_resumed))
 
     def _counted(self, call: Call) -> None:
-        """Add the time of the loads that are over: since their grant, with all else meanwhile."""
+        """Add the time of the loads that are over: since the first lookup, with all else meanwhile.
+
+        The ranks load at the same time, and each may count its seconds.
+        """
         events = self.trace.events
         for event in events[self._read :]:
-            if event["kind"] == "load.due" and event["req"] in self._granted_at:
-                self._seconds += time.monotonic() - self._granted_at.pop(event["req"])
+            if event["kind"] != "load.due" or event["transfer"] in self._due:
+                continue
+            self._due.add(event["transfer"])
+            if self._loading[event["req"]]:
+                self._seconds += time.monotonic() - self._loading[event["req"]].pop(0)
         self._read = len(events)
 
     def of_run(self) -> Mapping[str, Bounds]:
@@ -75,13 +102,14 @@ class Seen:
         Empty if the run is not over, or a granted load never became due.
         """
         events = self.trace.events
-        grants = [e for e in events if e["kind"] == "alloc" and e["external"] > 0]
+        allocs = [e for e in events if e["kind"] == "alloc"]
+        grants = [e for e in allocs if e["external"] > 0]
         dues = [e for e in events if e["kind"] == "load.due"]
         ends = [e for e in events if e["kind"] == "run.end"]
         is_over = bool(ends) and ends[-1]["quiesced"] and not ends[-1]["crashed"]
         if not is_over or {e["transfer"] for e in grants} != {e["transfer"] for e in dues}:
             return {}
-        if any(e["bytes"] is None for e in dues):
+        if not allocs or any(e["bytes"] is None for e in dues):
             return {}
         found: dict[str, Bounds] = {
             # A load may fill the rest of its last block, too.
@@ -90,19 +118,35 @@ class Seen:
                 sum(in_whole_blocks(e) for e in grants),
             ),
             "bytes_loaded": (sum(e["bytes"] for e in dues), sum(e["most_bytes"] for e in dues)),
-            "tokens_missed": self._missed,
+            "tokens_missed": self._missed(allocs),
         }
-        if dues:
-            found["bytes_saved"] = self._saved(dues)
-        if dues and not self._granted_at:
-            found["load_seconds"] = (SOME_TIME, self._seconds)
-        evicted = self._evicted(dues)
+        complete = [e for e in dues if not e["missing"]]
+        # Of a group with a window, less is loaded than saved.
+        has_one_group = all(len(e["tables"]) == 1 and not e["tables"][0][1] for e in allocs)
+        if complete and has_one_group:
+            found["bytes_saved"] = self._saved(complete, allocs)
+        ranks = 1 + max((e.get("rank") or 0 for e in dues), default=0)
+        if complete and not any(self._loading.values()):
+            waiting = sum(time.monotonic() - since for since in self._since.values())
+            found["load_seconds"] = (SOME_TIME, (self._seconds + waiting) * ranks)
+        evicted = self._evicted(allocs, ranks)
         return found if evicted is None else {**found, "evictions": evicted}
 
-    def _saved(self, dues: list[Event]) -> Bounds:
-        """Return the bytes of the largest load, and of all KV that there was in the run.
+    def _missed(self, allocs: list[Event]) -> Bounds:
+        """Return the misses in whole blocks or chunks that could be stored, and in all blocks."""
+        size = max(map(block_size, allocs))
+        coarse = max(size, self.chunk_tokens)
+        # Whether the lookup of a resumed request counts is the connector's choice.
+        sure = [miss for miss in self._misses if not miss.is_resumed]
+        return (
+            sum(max(0, _down(miss.tokens - 1, coarse) - miss.found) for miss in sure),
+            sum(max(0, _up(miss.tokens, size) - miss.found) for miss in self._misses),
+        )
 
-        What was loaded had been saved. What is saved had been computed or loaded.
+    def _saved(self, dues: list[Event], allocs: list[Event]) -> Bounds:
+        """Return the bytes of a rank's largest load, and of all KV that could be saved in the run.
+
+        What was loaded had been saved. KV that all ranks have alike may be saved by one of them.
         """
         written: dict[Any, int] = defaultdict(int)
         granted: dict[Any, int] = {}
@@ -110,33 +154,63 @@ class Seen:
             written[e["transfer"]] += e["most_bytes"]
             granted[e["transfer"]] = max(1, e["granted"])
         per_token = max(written[transfer] / granted[transfer] for transfer in written)
-        least: dict[Any, int] = defaultdict(int)
-        for e in dues:
-            least[e["transfer"]] += e["bytes"]
-        return max(least.values()), per_token * self._tokens()
+        return max(e["bytes"] for e in dues), per_token * self._tokens(allocs)
 
-    def _tokens(self) -> int:
-        """Return how many tokens were computed or loaded, again and again."""
-        events = self.trace.events
-        computed = sum(e["scheduled"] for e in events if e["kind"] == "req.scheduled")
-        return int(computed + sum(e["external"] for e in events if e["kind"] == "alloc"))
+    def _tokens(self, allocs: list[Event]) -> int:
+        """Return of how many tokens KV could be stored, again and again.
 
-    def _evicted(self, dues: list[Event]) -> Bounds | None:
-        """Return how often an entry was seen to leave a level, and at most may have left one.
+        In each step, that is from the chunk in which it begins to the end of its last block. All
+        that a request has when it is admitted may be stored once more.
+        """
+        size = max(map(block_size, allocs))
+        coarse = max(size, self.chunk_tokens)
+        steps = [e for e in self.trace.events if e["kind"] == "req.scheduled"]
+        computed = sum(
+            _up(e["computed"] + e["scheduled"], size) - _down(e["computed"], coarse) for e in steps
+        )
+        return computed + sum(_up(e["local"] + e["external"], size) for e in allocs)
 
-        An entry can come and go between two looks, once per token and level and rank at most.
+    def _evicted(self, allocs: list[Event], ranks: int) -> Bounds | None:
+        """Return how often an entry had to leave a level, and at most may have left one.
+
+        An entry can come and go between two looks: once per stored or looked up token, layer, level
+        and rank at most.
         """
         if self.cache is None or self.cache.left is None:
             return None
         if any(map(_is_loss, self.trace.events)):
             return None
-        ranks = 1 + max((e.get("rank") or 0 for e in dues), default=0)
-        return self.cache.left, self._tokens() * ranks * self.cache.levels
+        # What has expired need not have been evicted.
+        may_expire = any(e["kind"] == "clock.advanced" for e in self.trace.events)
+        tokens = self._tokens(allocs) + self._looked_up_tokens
+        # Keys and values of a layer may be two entries.
+        most = tokens * ranks * self.cache.levels * max(1, self._layers) * 2
+        return 0 if may_expire else self.cache.left, most
+
+
+@dataclass(frozen=True)
+class Miss:
+    """An admitted request of `tokens` tokens, of which the first `found` need not be computed."""
+
+    tokens: int
+    found: int
+    is_resumed: bool
+
+
+def _down(tokens: int, size: int) -> int:
+    return tokens - tokens % size
+
+
+def _up(tokens: int, size: int) -> int:
+    return -(-tokens // size) * size
+
+
+def block_size(alloc: Mapping[str, Any]) -> int:
+    """Return the tokens of the largest blocks of a grant."""
+    return max(tokens for tokens, *_ in alloc["tables"])
 
 
 def in_whole_blocks(alloc: Mapping[str, Any]) -> int:
     """Return the tokens of the blocks that a grant covers, completely or in part."""
-    size = max(tokens for tokens, *_ in alloc["tables"])
-    first = alloc["local"] // size
-    last = -(-(alloc["local"] + alloc["external"]) // size)
-    return int(last - first) * size
+    size = block_size(alloc)
+    return int(_up(alloc["local"] + alloc["external"], size) - _down(alloc["local"], size))

@@ -181,6 +181,7 @@ class Driver:
         engine.observer.on_lookup = looked_up
         if not variant.case.config.multi:  # its statistics are those of all its connectors
             engine.telemetry.declared = state.caps["metrics"]
+            engine.telemetry.seen.chunk_tokens = state.caps["chunk_tokens"]
         undisturbed = not takes_from_store(variant.case)
         for rank in engine.ranks.members:
             rank.cache.tolerance = max(tolerance(state.caps["lossy"]), state.tolerance)

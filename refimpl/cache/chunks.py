@@ -103,7 +103,7 @@ class ChunkStore:
             self._delete(name)  # the reset did not see it
 
     def commit_many(self, epoch: int, keys: Sequence[str]) -> None:
-        """Do what `commit` does for several chunks, in one call of the back end."""
+        """Store this rank's shards of the chunks that have layers, in one call of the back end."""
         staged = {
             self._name(epoch, key, self._rank): self._staged.pop(
                 (threading.get_ident(), epoch, key), {}

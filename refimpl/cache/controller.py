@@ -86,7 +86,7 @@ class Controller:
         """Replace the chunks, at every level, by a smaller form."""
         for names in chunks:
             for name in names:
-                value = self.tiers.get(name)
+                value = self.tiers.peek(name)
                 data = None if value is None else unseal(name, value)
                 if data is not None:
                     self.tiers.replace(name, seal(name, packed(self._smaller(data))))

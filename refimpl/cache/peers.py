@@ -2,7 +2,8 @@
 """Engines that keep their values themselves, and look for those of others by key (peer to peer).
 
 Every engine serves its values over HTTP on the loopback device, and announces its address in a
-directory that all engines know. An engine that does not respond has nothing.
+directory that all engines know. An engine that does not respond has nothing. There is no
+authentication: any user of the machine may read and change the values.
 """
 
 from __future__ import annotations
@@ -22,18 +23,28 @@ ADDRESSES = "peers/"
 
 
 class Served:
-    """The values of one engine, which others can read while it is open."""
+    """The values of one engine, which others can read while it is open.
+
+    StoreError if its address cannot be announced.
+    """
 
     def __init__(self, values: MemoryBackend, engine: str, meeting: Backend) -> None:
         handler = type("Handler", (Handler,), {"values": values})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = False  # so that closing waits for requests under way
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        # A daemon: the process ends also if nothing closes this.
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), daemon=True
+        )
         self._thread.start()
         self._key = ADDRESSES + engine
         self._meeting = meeting
         self._is_open = True
-        meeting.set(self._key, f"http://127.0.0.1:{self._server.server_port}".encode())
+        try:
+            meeting.set(self._key, f"http://127.0.0.1:{self._server.server_port}".encode())
+        except StoreError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Withdraw the address, and end the server. May be called twice."""
@@ -103,6 +114,10 @@ class Neighbours:
                 peer.delete(key)
 
     def close(self) -> None:
+        """Close the connections to the other engines, too."""
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
         self._own.close()
 
 

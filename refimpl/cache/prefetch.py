@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A back end whose values a thread fetches into memory before they are read.
 
-Whoever wants values is an owner, by name. A value stays in memory until all its owners have
-released it, or until it is deleted or stored anew.
+An owner is a named user of values. A value stays in memory until all its owners have released it,
+or until it is deleted or replaced.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Prefetching:
         # Fetched values; None: it is under way.
         self._values: dict[str, bytes | None] = {}
         self._thread: ThreadPoolExecutor | None = None
+        self._is_closed = False
 
     def __len__(self) -> int:
         """Return how many values are in memory or under way."""
@@ -39,9 +40,11 @@ class Prefetching:
         """Start to fetch the values that are not in memory yet; return whether none is under way.
 
         For an owner, a value is fetched once. Values beyond the bound are not fetched: `get` reads
-        them.
+        them. After `close`, nothing is fetched.
         """
         with self._lock:
+            if self._is_closed:
+                return True
             wanted = list(keys)
             tried = self._tried.setdefault(owner, set())
             new = [key for key in wanted if key not in self._values and key not in tried]
@@ -60,12 +63,17 @@ class Prefetching:
     def _fetch(self, keys: Sequence[str]) -> None:
         """Fetch values, and keep those that are still wanted. Runs on the thread."""
         found: dict[str, bytes] = {}
-        with suppress(StoreError):
-            found = get_many(self._backend, keys)
+        try:
+            with suppress(StoreError):
+                found = get_many(self._backend, keys)
+        finally:  # also after another error: nothing waits for these values for ever
+            self._arrived(keys, found)
+
+    def _arrived(self, keys: Sequence[str], found: Mapping[str, bytes]) -> None:
         with self._lock:
             for key in keys:
                 if key not in self._values:
-                    continue  # released, deleted or stored anew
+                    continue  # released, deleted or replaced
                 if key in found:
                     self._values[key] = found[key]
                 else:
@@ -117,6 +125,8 @@ class Prefetching:
 
     def close(self) -> None:
         """End the thread, and forget all values. May be called twice."""
+        with self._lock:
+            self._is_closed = True
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
             self._thread = None

@@ -115,6 +115,11 @@ class Tiers:
             self.misses += 1
             return None
 
+    def peek(self, key: str) -> bytes | None:
+        """Return the value, and leave it where it is."""
+        with self._lock:
+            return next((value for level in self.levels if (value := level.get(key))), None)
+
     def _promote(self, key: str, value: bytes) -> None:
         self._reading = key
         top = self.levels[0]
@@ -187,7 +192,7 @@ class Tiers:
         Values may have to leave that level for it.
         """
         with self._lock:
-            value = next((value for level in self.levels if (value := level.get(key))), None)
+            value = self.peek(key)
             target = self.levels[number]
             self._reading = key
             try:

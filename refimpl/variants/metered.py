@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector over tiers that counts whatever the suite can compare (systems.md C10)."""
+"""A connector over tiers with every counter that the suite compares (systems.md C10)."""
 
 from __future__ import annotations
 

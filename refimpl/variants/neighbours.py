@@ -35,15 +35,19 @@ class PeerToPeer(ReferenceConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         engine = str(self._kv_transfer_config.engine_id)
         parallel = vllm_config.parallel_config
-        meeting = open_backend(self.options.store, self.options.patience)
-        own = MemoryBackend(f"engine {engine}")
-        backend = self.backend_kind(own, engine, meeting, self.options.patience)
-        self._store = ChunkStore(backend, parallel.rank, parallel.world_size, meeting)
+        self._meeting = open_backend(self.options.store, self.options.patience)
+        self._name = f"engine {engine}"
+        own = MemoryBackend(self._name)
+        backend = self.backend_kind(own, engine, self._meeting, self.options.patience)
+        self._store = ChunkStore(backend, parallel.rank, parallel.world_size, self._meeting)
         self._faults = Faults(self._store)
         is_scheduler = role == KVConnectorRole.SCHEDULER
-        self._served = Served(own, engine, meeting) if is_scheduler else None
+        self._served = Served(own, engine, self._meeting) if is_scheduler else None
 
     def shutdown(self) -> None:
         if self._served is not None:
             self._served.close()
+        self._store.close()
+        self._meeting.close()
+        MemoryBackend.named.pop(self._name, None)
         super().shutdown()

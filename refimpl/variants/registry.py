@@ -5,9 +5,8 @@ They cover, by section of systems.md:
 
 - B4-B7: skipped, partial and large chunks, selective saves (`saving`, `unfull`, `chunk-256`,
   `whole-chunks`);
-- B8: roles (`stores-nothing`, `peer`);
+- B8: roles (`stores-nothing`);
 - B12: options per request (`selective`, `honours-skip`);
-- B13: disaggregated prefill (`peer`; `pusher`: chunk by chunk);
 - B14: pins (`tiers`);
 - C1: keys of chunks;
 - C2, C3: tiers, eviction and slow writes to a lower level (`tiers`, `behind`);
@@ -19,6 +18,9 @@ They cover, by section of systems.md:
 - C8: chunks that are not a prefix (`blending`);
 - C10: counters (`metered`);
 - C9: layers on streams, with few staging buffers (`STREAMED`, `staged`).
+
+Disaggregated prefill (B13) needs two engines: `peer.py` and `pusher.py`, run by
+`tests/run/test_pairs.py`.
 """
 
 from __future__ import annotations

@@ -170,11 +170,29 @@ def test_a_back_end_that_fails_leaves_nothing_behind(memory: Prefetching, backen
     assert len(memory) == 0
 
 
+def test_values_of_a_fetch_that_raised_are_not_waited_for(
+    memory: Prefetching, backend: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(keys: Sequence[str]) -> dict[str, bytes]:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(backend, "get_many", breaks)
+    memory.prefetch("r", ["k0", "k1"])
+    memory._thread.shutdown()  # type: ignore[union-attr]
+    assert len(memory) == 0 and memory.prefetch("r", ["k0", "k1"])
+
+
+def test_nothing_is_fetched_after_the_end(memory: Prefetching) -> None:
+    memory.close()
+    assert memory.prefetch("r", ["k0"]) and memory._thread is None
+    assert len(memory) == 0 and memory.get("k0") == b"v0"
+
+
 @pytest.mark.parametrize(
     "change", [lambda memory: memory.delete("k0"), lambda memory: memory.set("k0", b"new")]
 )
 @pytest.mark.parametrize("under_way", [False, True])
-def test_what_is_deleted_or_stored_anew_is_not_served(
+def test_what_is_deleted_or_replaced_is_not_served(
     change: Callable[[Prefetching], None], under_way: bool, memory: Prefetching, backend: Counted
 ) -> None:
     if under_way:

@@ -122,3 +122,10 @@ def test_what_is_no_floating_point_number_stays_as_it_is() -> None:
     assert Compressible().decode(numbers, torch.uint8) == b"abcd"
     with pytest.raises(CodecError, match="header"):
         compressed(b"abcd", CODECS["int8"])
+
+
+def test_what_is_compressed_stays_where_it_is() -> None:
+    cache = Cache()
+    cache.controller.compress(cache.chunks("abcd"))
+    assert cache.at("ab") == {"host": 0, "disk": 2} and cache.at("cd") == {"host": 2, "disk": 0}
+    assert [level.counts.promoted for level in cache.tiers.levels] == [0, 0]

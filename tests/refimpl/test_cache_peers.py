@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from kvconform.refimpl.cache.backend import StoreError
+from kvconform.refimpl.cache.http import HttpBackend
 from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.cache.patience import Patient
 from kvconform.refimpl.cache.peers import Neighbours, Served
@@ -64,7 +68,17 @@ def test_an_engine_that_has_left_has_nothing(engines: list[Engine]) -> None:
     assert not two.all.exists("a") and two.all.get("a") is None and one.all.get("a") == b"x"
 
 
-def test_an_engine_that_crashed_costs_one_call(engines: list[Engine]) -> None:
+def test_an_engine_that_crashed_costs_one_call(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+    call = HttpBackend._call
+
+    def counted(self: HttpBackend, *arguments: Any) -> bytes | None:
+        calls[self._place] += 1
+        return call(self, *arguments)
+
+    monkeypatch.setattr(HttpBackend, "_call", counted)
     one, two, three = engines
     three.all.set("a", b"x")
     address = one.served._meeting.get("peers/one")
@@ -74,4 +88,20 @@ def test_an_engine_that_crashed_costs_one_call(engines: list[Engine]) -> None:
     assert two.all.exists("a") and two.all.get("a") == b"x" and [*two.all.list()] == ["a"]
     [crashed] = [client for url, client in two.all._clients.items() if url == address.decode()]
     assert isinstance(crashed, Patient) and crashed.is_silent
+    assert calls[address.decode().removeprefix("http://")] == 1 and len(calls) == 2
     one.served._meeting.delete("peers/one")
+
+
+def test_a_process_that_closes_nothing_ends(engines: list[Engine]) -> None:
+    assert all(engine.served._thread.daemon for engine in engines)
+
+
+def test_an_engine_that_cannot_announce_itself_serves_nothing() -> None:
+    class Full(MemoryBackend):
+        def set(self, key: str, value: bytes) -> None:
+            raise StoreError("full")
+
+    before = set(threading.enumerate())
+    with pytest.raises(StoreError, match="full"):
+        Served(MemoryBackend(), "one", Full())
+    assert set(threading.enumerate()) <= before

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,12 +15,17 @@ from kvconform.contract.case import Engine
 from kvconform.contract.loader import load_spec
 from kvconform.contract.trace import Event
 from kvconform.errors import UsageError
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.variants.loading import BlockFiller
 from kvconform.refimpl.variants.metered import Metered
 from kvconform.run.calibration import target_profile
 from kvconform.run.case import run_and_judge
 from kvconform.run.runner import run_variant
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 SPEC = load_spec()
 
@@ -31,6 +37,43 @@ class Misnames(ReferenceConnector):
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         found = super().kvconform_capabilities(extra_config)
         return {**found, "metrics": {"bytes_loaded": ["bytes"]}}
+
+
+class Exclusive(Metered):
+    """Moves what it reads to the first level, and keeps it at no other."""
+
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        tiers = self._cache.tiers
+        promote = tiers._promote
+
+        def move_up(key: str, value: bytes) -> None:
+            promote(key, value)
+            if tiers.levels[0].exists(key):
+                for level in tiers.levels[1:]:
+                    level.delete(key)
+
+        tiers._promote = move_up  # type: ignore[method-assign]
+
+
+class SlowLookup(Metered):
+    """Fetches at lookup, which takes longer than all the rest, and counts that time."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found[0]:
+            time.sleep(0.05)
+            self._count_seconds(0.05)
+        return found
+
+
+class MissesBlocks(Metered):
+    """Counts misses in whole blocks."""
+
+    def _count_missed(self, tokens: int) -> None:
+        super()._count_missed(tokens - tokens % self.options.chunk_tokens)
 
 
 def target_of(cls: type, **options: Any) -> Target:
@@ -103,8 +146,16 @@ def test_misses_saves_evictions_and_seconds_are_compared(engine: Engine, tmp_pat
         "load_seconds",
     }
     assert all(0 < event["seen"] <= event["value"] <= event["most"] for event in events)
-    assert log["tokens_missed"]["seen"] == log["tokens_missed"]["value"]
     assert log["evictions"]["seen"] > 4
+
+
+@pytest.mark.parametrize("cls", [Exclusive, SlowLookup, MissesBlocks])
+def test_other_correct_counters_pass(cls: type, tmp_path: Path) -> None:
+    # Nine chunks are less than the prompts, so the exclusive cache moves entries up.
+    target = target_of(cls, store_chunks=24, tiers=[{"url": "memory:", "chunks": 9}])
+    events = compared("cache.demoted", "reference", target, tmp_path)
+    assert {"evictions", "load_seconds", "tokens_missed"} <= {event["what"] for event in events}
+    assert [e for e in events if not e["seen"] <= e["value"] <= e["most"]] == []
 
 
 def test_a_counter_that_does_not_exist_is_zero(tmp_path: Path) -> None:

@@ -18,11 +18,13 @@ from kvconform.contract.events import check_event
 from kvconform.contract.loader import load_spec
 from kvconform.contract.requirement import Requirement
 from kvconform.judge.verdict import evaluate_sides
+from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.run.case import run_and_judge
 from kvconform.run.pair import _through_json
 from kvconform.run.runner import run_variant
 
 PEER = "kvconform.refimpl.variants.peer:Peer"
+PEER_TO_PEER = "kvconform.refimpl.variants.neighbours:PeerToPeer"
 PUSHER = "kvconform.refimpl.variants.pusher:Pusher"
 SPEC = load_spec()
 CASES = [case for case in SPEC.cases.values() if case.area == "transfer"]
@@ -52,7 +54,7 @@ def test_a_correct_peer_fails_nothing(case: Case, options: dict[str, Any], tmp_p
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_a_producer_that_pushes_chunk_by_chunk_fails_nothing(case: Case, tmp_path: Path) -> None:
-    for number, variant in enumerate(case.variants(["reference"])):
+    for number, variant in enumerate(variants(case)):
         report = run_and_judge(
             variant, Target(PUSHER, {}), SPEC, seed=number, tmp=tmp_path / str(number)
         )
@@ -109,6 +111,14 @@ def test_every_event_of_a_pair_is_as_listed_and_says_whose_it_is(tmp_path: Path)
         "run.start",
         "run.engines",
     }
+
+
+def test_the_values_of_an_engine_end_with_it(tmp_path: Path) -> None:
+    variant = SPEC.cases["transfer.three-engines"].variants(["reference"])[0]
+    target = Target(PEER_TO_PEER, {"store": "{tmp}/meeting", "load": "async"})
+    run = run_variant(variant, target, seed=0, tmp=tmp_path)
+    assert run.harness_error is None
+    assert not [name for name in MemoryBackend.named if name.startswith("engine ")]
 
 
 def test_a_pair_gives_the_same_trace_again(tmp_path: Path) -> None:
