@@ -65,7 +65,8 @@ class Seen:
         """Note how many tokens a request asks for, beyond those that the engine has itself."""
         request = call.arg(0, "request")
         self._looked_up_tokens += request.num_tokens
-        if call.legal and call.result[0] is not None and not request.skip_reading_prefix_cache:
+        answered = isinstance(call.result, tuple) and call.result[0] is not None
+        if call.legal and answered and not request.skip_reading_prefix_cache:
             local = call.arg(1, "num_computed_tokens")
             is_resumed = request.num_preemptions > 0
             self._asked[request.request_id] = (request.num_tokens, local, is_resumed)
