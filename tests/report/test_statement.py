@@ -47,8 +47,8 @@ def made(
         {"connector": "pkg:Conn", "engine": "reference", "scheduling": "sync"} | changed
     )
     collector = Collector(SPEC, settings, select(SPEC, settings, "0.32.0"), "0.32.0")
-    variant = collector.selection.variants[0]
-    collector.only({variant.id, *([collector.selection.variants[1].id] if lost else [])})
+    variant, other = [each for each in collector.selection.variants if not each.beyond][:2]
+    collector.only({variant.id, *([other.id] if lost else [])})
     collector.selection.narrowed = not whole
     names = [*MUST, SHOULD, GUARANTEE]
     rows = rows_for(

@@ -24,7 +24,8 @@ LINE = "   3  plan        save a [0, 8) after_forward with a long text that has 
 def collector(verbose: bool = False) -> Collector:
     settings = Settings(connector="pkg.mod:Conn", verbose=verbose)
     found = Collector(SPEC, settings, select(SPEC, settings, "0.32.0"), "0.32.0")
-    found.only({variant.id for variant in found.selection.variants[:2]})
+    made = [variant for variant in found.selection.variants if not variant.beyond]
+    found.only({variant.id for variant in made[:2]})
     return found
 
 
