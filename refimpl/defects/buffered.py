@@ -63,6 +63,12 @@ class _Everlasting(Prefetching):
         return next((name for name in self._values if name.endswith(f"/{shard}")), key)
 
 
+class ServesPrefetchedAfterReset(Buffered):
+    """Answers a lookup from what it has prefetched, although the store was reset since."""
+
+    memory_kind = _Everlasting
+
+
 class _ReleasesWhenLoaded(Prefetching):
     def release(self, owner: str) -> None:
         if self._is_loading:
