@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvconform.refimpl.cache.prefetch import Prefetching
@@ -42,10 +43,16 @@ class LoadsFullBatchesOnly(Buffered):
 
 
 class _Everlasting(Prefetching):
-    """Knows its values by chunk and rank, and not by how often the store was reset."""
+    """Knows its values by chunk and rank, and not by how often the store was reset.
+
+    Waits for the fetch: otherwise the reset of a case could come before there is a value.
+    """
 
     def prefetch(self, owner: str, keys: Iterable[str]) -> bool:
-        return super().prefetch(owner, map(self._fetched, keys))
+        names = [self._fetched(key) for key in keys]
+        while not super().prefetch(owner, names):
+            time.sleep(0.001)
+        return True
 
     def exists(self, key: str) -> bool:
         return self._fetched(key) in self._values or super().exists(key)
