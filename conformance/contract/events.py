@@ -761,6 +761,13 @@ _kind(
 )
 
 
+def loses_entries(event: Mapping[str, Any]) -> bool:
+    """Return whether stored KV may be gone after the event, although nothing evicted it."""
+    if event["kind"] == "cache.reset":
+        return bool(event["connector"])
+    return event["kind"] in ("transfer.failed", "store.damaged")
+
+
 def altered_in_entry(event: Mapping[str, Any]) -> list[str]:
     """Return the fields of a live.entered event in which the engine has not what was sent."""
     names = ("salt", "adapter", "weights", "prompt")

@@ -150,6 +150,26 @@ class Tensors:
         tolerance: float,
     ) -> torch.Tensor:
         """Return a mask [n] of slots that do not hold a part of `content`; the nonce is ignored."""
+        if tolerance:
+            return self._beyond(tolerance, layer, blocks, offsets, content, which)
+        return self._differing(layer, blocks, offsets, content, which)
+
+    def _differing(
+        self, layer: int, blocks: np.ndarray, offsets: np.ndarray, content: Content, which: Index
+    ) -> torch.Tensor:
+        """Return the mask of `differing`, without a tolerance."""
+        return self._beyond(0.0, layer, blocks, offsets, content, which)
+
+    def _beyond(
+        self,
+        tolerance: float,
+        layer: int,
+        blocks: np.ndarray,
+        offsets: np.ndarray,
+        content: Content,
+        which: Index,
+    ) -> torch.Tensor:
+        """Return the mask of `differing`, by torch."""
         have = self.rows(layer, blocks, offsets, tolerance)
         wanted = self.upload(torch.from_numpy(content.rows[which, layer][:, : have.shape[1]]))
         lanes = ((have != wanted) & self._mask).flatten(1)
@@ -241,18 +261,10 @@ class Arrays(Tensors):
             self._arrays[layer][blocks] = values
             self._shadow[layer][blocks] = values
 
-    def differing(
-        self,
-        layer: int,
-        blocks: np.ndarray,
-        offsets: np.ndarray,
-        content: Content,
-        which: Index,
-        tolerance: float,
+    def _differing(
+        self, layer: int, blocks: np.ndarray, offsets: np.ndarray, content: Content, which: Index
     ) -> torch.Tensor:
         """See Tensors."""
-        if tolerance:
-            return super().differing(layer, blocks, offsets, content, which, tolerance)
         self._follow()
         array = self._arrays[layer]
         there = array[blocks, :, offsets].reshape(len(blocks), array.shape[1], self._width)
@@ -329,18 +341,10 @@ class Kernels(Tensors):
         for paged in self._groups[group]:
             poison(paged, there, ids, content.nonce, self.backend)
 
-    def differing(
-        self,
-        layer: int,
-        blocks: np.ndarray,
-        offsets: np.ndarray,
-        content: Content,
-        which: Index,
-        tolerance: float,
+    def _differing(
+        self, layer: int, blocks: np.ndarray, offsets: np.ndarray, content: Content, which: Index
     ) -> torch.Tensor:
         """See Tensors."""
-        if tolerance:
-            return super().differing(layer, blocks, offsets, content, which, tolerance)
         slots, ids = self._slots_of(layer, blocks, offsets), self._ids_of(content, which)
         return verify(self._layers[layer][0], slots, ids, self.backend).wrong != 0
 

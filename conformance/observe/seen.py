@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvconform.contract.events import loses_entries
 from kvconform.contract.trace import Event, Trace
 from kvconform.observe.cache import CacheObserver
 from kvconform.observe.call import Call
@@ -20,13 +21,6 @@ from kvconform.observe.probe import Probe
 Bounds = tuple[float, float]
 SOME_TIME = 1e-9
 """Seconds that a load takes at least."""
-LOSSES = ("transfer.failed", "control.done", "store.damaged")
-"""Events after which an entry that is gone need not have been evicted."""
-
-
-def _is_loss(event: Event) -> bool:
-    """Return whether an entry may be gone after the event without having been evicted."""
-    return event["kind"] in LOSSES or (event["kind"] == "cache.reset" and event["connector"])
 
 
 class Seen:
@@ -179,7 +173,7 @@ class Seen:
         """
         if self.cache is None or self.cache.left is None:
             return None
-        if any(map(_is_loss, self.trace.events)):
+        if any(e["kind"] == "control.done" or loses_entries(e) for e in self.trace.events):
             return None
         # What has expired need not have been evicted.
         may_expire = any(e["kind"] == "clock.advanced" for e in self.trace.events)

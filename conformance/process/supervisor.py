@@ -26,9 +26,10 @@ from pathlib import Path
 
 import psutil
 
-FOLDER = "/dev/shm"
-MAPPED = re.compile(rf"^{FOLDER}/[^/\s]+(?!\S)")
-"""A shared memory segment: a file in FOLDER itself. Folders there are stores, and are kept."""
+from kvconform.files import MEMORY
+
+MAPPED = re.compile(rf"^{MEMORY}/[^/\s]+(?!\S)")
+"""A shared memory segment: a file in MEMORY itself. Folders there are stores, and are kept."""
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
@@ -88,7 +89,7 @@ class Shared:
 
 def _listed() -> set[str]:
     with contextlib.suppress(OSError):
-        return {f"{FOLDER}/{name}" for name in os.listdir(FOLDER)}
+        return {f"{MEMORY}/{name}" for name in os.listdir(MEMORY)}
     return set()
 
 
@@ -98,7 +99,7 @@ def _mapped(pid: int) -> set[str]:
         for line in (
             Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
         ):
-            name = line[line.find("/") :] if FOLDER in line else ""
+            name = line[line.find("/") :] if MEMORY in line else ""
             if MAPPED.match(name) and not name.endswith("(deleted)"):
                 found.add(name)
     return found

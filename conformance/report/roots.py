@@ -129,13 +129,7 @@ def _leader(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | No
     """
     first = group[0]
     if first.requirement == UNANNOUNCED:
-        claims = [
-            one for one in groups if one[0].requirement in CLAIMS and _may_hide(one[0], first)
-        ]
-        told = [{row.run for row in group if _claimed(row, one)} for one in claims]
-        if {row.run for row in group} - set().union(*told):
-            return None
-        return max(zip(claims, told, strict=True), key=lambda one: len(one[1]))[0]
+        return _wrong_claims(group, groups)
     for other in groups:
         tells = stage(other[0]) is Stage.LOAD and other[0].side is not None
         if other is group or not tells or not _may_hide(other[0], first):
@@ -145,6 +139,15 @@ def _leader(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | No
         if stage(first) is Stage.LOAD and first.side is None and _all_in(group, other, _of_load):
             return other
     return None
+
+
+def _wrong_claims(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
+    """Return the wrong lookups behind most missing announcements, if there are some behind each."""
+    claims = [one for one in groups if one[0].requirement in CLAIMS and _may_hide(one[0], group[0])]
+    told = [{row.run for row in group if _claimed(row, one)} for one in claims]
+    if {row.run for row in group} - set().union(*told):
+        return None
+    return max(zip(claims, told, strict=True), key=lambda one: len(one[1]))[0]
 
 
 def _claimed(missed: Row, claims: Sequence[Row]) -> bool:

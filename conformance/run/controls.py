@@ -11,13 +11,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvconform.contract.events import loses_entries
 from kvconform.contract.steps import Control
 from kvconform.contract.trace import Event
 from kvconform.errors import KvconformError, UsageError
-from kvconform.run.records import RunState
-
-LOSSES = ("transfer.failed", "store.damaged", "engine.lifecycle")
-"""Events after which what is stored may be gone; a restart ends all pins."""
+from kvconform.run.records import RunState, common_prefix
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,10 @@ class Controls:
         if said["do"] == "clear":
             alike = filter(lambda name: self._overlap(name, said["of"]), self.state.prompts)
             return computed.isdisjoint(self.state.ids[name] for name in alike)
-        if any(_is_loss(e) or self._controls(e, said["of"]) for e in since):
+        # A restart ends all pins.
+        if any(loses_entries(e) or e["kind"] == "engine.lifecycle" for e in since):
+            return False
+        if any(self._controls(e, said["of"]) for e in since):
             return False
         may_expire = any(e["kind"] == "clock.advanced" for e in since)
         return said["do"] == "pin" or not (computed or may_expire)
@@ -129,13 +130,7 @@ class Controls:
 
     def _usable(self, said: int, of: str, request: Any) -> int:
         """Return how many of these tokens a request can load, in whole blocks."""
-        common = 0
-        for mine, theirs in zip(
-            request.all_token_ids, self.state.requests[of].all_token_ids, strict=False
-        ):
-            if mine != theirs:
-                break
-            common += 1
+        common = common_prefix(request.all_token_ids, self.state.requests[of].all_token_ids)
         tokens = min(said, common, request.num_tokens - 1)
         return int(tokens - tokens % self.state.variant.block_size)
 
@@ -196,10 +191,3 @@ def _operate(controller: Any, do: str, request: Any, level: str | None) -> float
             f"controller: compress() must return the tolerance, a number, and not {answer!r}"[:300]
         )
     return float(answer)
-
-
-def _is_loss(event: Event) -> bool:
-    """Return whether anything that is stored, and every pin, may be gone after the event."""
-    if event["kind"] == "cache.reset":
-        return bool(event["connector"])
-    return event["kind"] in LOSSES

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from kvconform.contract.steps import Add
 from kvconform.contract.trace import Event
-from kvconform.run.records import RunState
+from kvconform.run.records import RunState, common_prefix
 
 
 class Forbidden:
@@ -39,7 +39,7 @@ class Forbidden:
         prompts = allowed = 0
         for name in self._sources(request):
             source = self.state.requests[name]
-            common = _common(wanted, source.all_token_ids)
+            common = common_prefix(wanted, source.all_token_ids)
             prompts = max(prompts, min(common, self._prompt_end(name)))
             allowed = max(allowed, min(common, self._end(name)))
         self.state.trace.emit(
@@ -79,11 +79,3 @@ def may_be_stored(add: Add, caps: dict[str, Any]) -> bool:
     is_vetoed = bool(named) and (add.skip_save or bool(add.params.get(named)))
     is_low = caps["least_priority"] is not None and add.priority > caps["least_priority"]
     return not is_vetoed and not is_low
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    length = 0
-    while length < min(len(one), len(other)) and one[length] == other[length]:
-        length += 1
-    return length

@@ -25,6 +25,7 @@ from kvconform.engine.engine import Engine
 from kvconform.kv.provenance import ROOT, PartMemory, extend
 from kvconform.observe.call import Call
 from kvconform.run.driver import Driver
+from kvconform.run.records import common_prefix
 
 FINISHED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 FIRST_TOKEN = ("first_tok", "first_token", "first_token_id")
@@ -197,7 +198,9 @@ class Handovers:
         offered = 0
         if ended is not None and ended["status"] in FINISHED:
             prompts = self.state.prompts
-            offered = min(_common(prompts[handed.name], prompts[handed.of_name]), ended["final"])
+            offered = min(
+                common_prefix(prompts[handed.name], prompts[handed.of_name]), ended["final"]
+            )
         aborted = any(e["kind"] == "req.finished" and e["status"] not in FINISHED for e in mine)
         grants = [e for e in mine if e["kind"] == "alloc" and not e["second_call"]]
         sends = [e for e in events if e.get("req") == handed.of and e.get("direction") == "send"]
@@ -227,14 +230,6 @@ class Handovers:
             released=len(released),
             gone=bool(reports) and reports[0] < came,
         )
-
-
-def _common(tokens: list[int], others: list[int]) -> int:
-    """Return the length of the common prefix."""
-    for position, (token, other) in enumerate(zip(tokens, others, strict=False)):
-        if token != other:
-            return position
-    return min(len(tokens), len(others))
 
 
 def _through_json(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str | None]:

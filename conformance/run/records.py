@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -153,3 +154,11 @@ class Run:
         """Return the run that `to_dict` converted to `data`."""
         channels = frozenset(data["channels"])
         return cls(variant, relation, caps=caps, **{**data, "channels": channels})
+
+
+def common_prefix(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Return how many tokens both begin with."""
+    for position, (token, other) in enumerate(zip(tokens, others, strict=False)):
+        if token != other:
+            return position
+    return min(len(tokens), len(others))

@@ -10,24 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from gpu_rig import BARE, MACHINE
 from kvconform.contract.loader import load_spec
 from kvconform.gpu import page, streams
 from kvconform.gpu.parts import PACKAGE, PARTS, Part, Setting, kernel_tests_of
-from kvconform.gpu.result import Machine, Outcome, Result
+from kvconform.gpu.result import Outcome, Result
 from kvconform.gpu.streams import Made
 from places import TESTS
-
-MACHINE = Machine(
-    device="a GPU",
-    driver="1",
-    capability="9.0",
-    python="3.12",
-    torch="2",
-    triton="3",
-    vllm="0.32.0",
-    compiled=True,
-)
-BARE = MACHINE.model_copy(update={"vllm": None, "compiled": False})
 
 
 def named(name: str) -> Part:

@@ -11,21 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gpu_rig import BARE
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.gpu import command, session
 from kvconform.gpu.parts import Part, Reading, Setting
 from kvconform.gpu.result import NAME, Machine, Result, load
-
-MACHINE = Machine(
-    device="a GPU",
-    driver="1",
-    capability="9.0",
-    python="3.12",
-    torch="2",
-    triton="3",
-    vllm=None,
-    compiled=False,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +33,7 @@ def part(name: str, code: str, problem: str = "", lacks: str | None = None) -> P
     )
 
 
-def run(folder: Path, *parts: Part, minutes: float = 1, machine: Machine = MACHINE, **more: object):
+def run(folder: Path, *parts: Part, minutes: float = 1, machine: Machine = BARE, **more: object):
     said: list[str] = []
     setting = Setting(machine, folder)
     result = session.run(setting, minutes, said.append, parts=parts, **more)  # type: ignore[arg-type]
@@ -136,7 +126,7 @@ def test_files_that_cannot_be_read_fail_their_part(tmp_path: Path) -> None:
 
 def test_results_of_another_machine_are_not_mixed(tmp_path: Path) -> None:
     run(tmp_path, part("good", "pass"))
-    other = MACHINE.model_copy(update={"torch": "3"})
+    other = BARE.model_copy(update={"torch": "3"})
     with pytest.raises(UsageError, match=r"another machine \(torch 2 -> 3\)"):
         run(tmp_path, part("good", "pass"), machine=other)
 
@@ -150,7 +140,7 @@ def test_an_unknown_part_and_a_file_that_is_no_result(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = MACHINE.model_copy(update={"device": None})
+    nothing = BARE.model_copy(update={"device": None})
     monkeypatch.setattr(session, "machine", lambda: nothing)
     with pytest.raises(EnvironmentProblem, match="needs a GPU") as raised:
         command.gpu(out=str(tmp_path / "out"))
@@ -166,6 +156,6 @@ def test_this_machine_is_described() -> None:
 
 
 def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    result = Result(machine=MACHINE, parts=[])
-    session.keep(result, Setting(MACHINE, tmp_path))
+    result = Result(machine=BARE, parts=[])
+    session.keep(result, Setting(BARE, tmp_path))
     assert load(tmp_path / NAME) == result and load(tmp_path / "none") is None
