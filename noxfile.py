@@ -178,11 +178,11 @@ def explore(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the suite's own tests; those of the kernels are in `kernels`.
 
-    There is one process more than cores, because tests often wait. Long tests come first
+    There are two processes more than cores, because tests often wait. Long tests come first
     (tests/conftest.py), and idle processes take over tests of others.
     """
     env, rest = prepare(session)
-    processes = str(min(4, (os.cpu_count() or 1) + 1))
+    processes = str(min(4, (os.cpu_count() or 1) + 2))
     # Tests write thousands of small folders; on some disks each takes milliseconds.
     temporary: dict[str, str | None] = {}
     with contextlib.suppress(OSError):

@@ -120,6 +120,12 @@ def run(
         int | None,
         option("--seeds", metavar="N", help="engine live: add N random workloads [0]"),
     ] = None,
+    shrink: Annotated[
+        bool | None,
+        option(
+            "--shrink/--no-shrink", help="engine live: make a random workload that fails small [yes]"
+        ),
+    ] = None,
     scheduling: Annotated[
         Text, option("--scheduling", metavar="sync|async|all", help="scheduling to run with [all]")
     ] = None,

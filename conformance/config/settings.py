@@ -89,6 +89,9 @@ class Settings(BaseModel):
         ge=0,
         description="engine live: number of additional random workloads, with seeds from `seed` on",
     )
+    shrink: bool = Field(
+        default=True, description="engine live: make each random workload that fails small"
+    )
     scheduling: Literal["sync", "async", "all"] = "all"
     select: list[str] = Field(
         default=[], description="ids, areas or globs of cases and requirements; ids of runs"

@@ -127,8 +127,9 @@ class Worker:
             PLAINS: scratch / "live",
             CLAIMS: scratch / "claims",
             MEASURED: scratch / "measured",
-            REDUCED: Path(settings.report_dir) / "cases",
         }
+        if settings.shrink:
+            folders[REDUCED] = Path(settings.report_dir) / "cases"
         self._folders = {
             variable: str(folder)
             for variable, folder in folders.items()

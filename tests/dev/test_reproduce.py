@@ -94,6 +94,7 @@ def test_findings_are_chosen_by_id_page_or_entry() -> None:
         chosen(known, ["nobody"])
 
 
+@pytest.mark.long
 def test_a_finding_of_an_installed_connector_is_reproduced(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -136,6 +136,7 @@ def test_so_are_those_of_a_thread_that_does_not(
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_the_whole_program_judges_one(tmp_path: Path, warm: Warm) -> None:
     device = ("--device", "cpu", "--emulate-cuda", "--engine", "vllm", "--workers", "1")
     extra = ("--extra-config", '{"cpu_bytes_to_use": 1000000}', "-k", "chunked.boundaries")

@@ -40,6 +40,19 @@ def test_a_program_keeps_them_with_its_own_files_and_forgets_them(
     assert FOLDER not in os.environ and REDUCED not in os.environ
 
 
+@pytest.mark.parametrize("shrink", [True, False])
+def test_workloads_are_made_small_only_if_the_settings_say_so(
+    shrink: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(REDUCED, raising=False)
+    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
+    settings = Settings(select=["chunked"], report_dir=str(tmp_path), shrink=shrink)
+    worker = Worker(settings, "0.32.0", tmp_path, "main", None)
+    assert (os.environ.get(REDUCED) == str(tmp_path / "cases")) is shrink
+    worker.pytest_sessionfinish()
+
+
 class TestNamedByTheCaller:
     @pytest.fixture(autouse=True)
     def named(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,7 @@ def test_a_bad_connector_and_a_baseline(repository: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.skipif(
     not Path(sys.prefix).is_relative_to(ROOT / ".nox"),
     reason="nox would install another vLLM: runs within nox -s tests",
@@ -198,8 +199,8 @@ IN_PYPROJECT = f'[tool.kvconform]\nconnector = "json:Fake"\n{FEW}'
     "files",
     [
         {"pyproject.toml": IN_PYPROJECT},
-        {"pyproject.toml": PACKAGE + IN_PYPROJECT},
-        {"kvconform.toml": FEW, "setup.py": ""},
+        pytest.param({"pyproject.toml": PACKAGE + IN_PYPROJECT}, marks=pytest.mark.long),
+        pytest.param({"kvconform.toml": FEW, "setup.py": ""}, marks=pytest.mark.long),
     ],
 )
 def test_settings_are_found_and_what_is_a_package_is_installed(

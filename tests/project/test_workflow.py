@@ -117,6 +117,7 @@ def test_github_actions(repository: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_buildkite(repository: Path) -> None:
     env = BUILDKITE["env"]
     shards, wait, verdict = BUILDKITE["steps"]

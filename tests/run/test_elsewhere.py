@@ -49,6 +49,7 @@ def test_an_interpreter_that_dies_at_its_end_has_answered(
     assert run_elsewhere(variant, target, seed=0, tmp=tmp_path / "run", caps=None).trace
 
 
+@pytest.mark.long
 def test_an_interpreter_that_dies_before_it_has_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +119,7 @@ def test_a_hook_that_hangs_in_the_first_process_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("steps", "relation"),
-    [pytest.param(RESTART, "connector", marks=pytest.mark.long), (ROUND_TRIP, "hash-seed")],
+    [(RESTART, "connector"), pytest.param(ROUND_TRIP, "hash-seed", marks=pytest.mark.long)],
 )
 def test_who_waits_for_a_process_that_hangs_for_good_ends_like_it(
     steps: list[Any], relation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

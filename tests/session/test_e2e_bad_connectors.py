@@ -42,8 +42,8 @@ OPTIONS = (
         ("raises:Connector", "the constructor of raises:Connector raised KeyError: 'server'"),
     ],
 )
-def test_cannot_be_judged(tmp_path: Path, connector: str, sentence: str) -> None:
-    done = kvconform("run", connector, *OPTIONS, "-k", "lifecycle.api", cwd=tmp_path)
+def test_cannot_be_judged(tmp_path: Path, warm: Warm, connector: str, sentence: str) -> None:
+    done = warm.run( connector, *OPTIONS, "-k", "lifecycle.api", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("kvconform: ")
     assert sentence in done.stderr

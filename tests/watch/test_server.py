@@ -166,6 +166,7 @@ def test_the_sockets_are_the_users_alone(mine: Project) -> None:
         assert stat.S_IMODE(each.stat().st_mode) == 0o600
 
 
+@pytest.mark.long
 def test_a_change_of_what_it_imported_and_a_death_replace_it(tmp_path: Path) -> None:
     with warm_rig.project() as project, pytest.MonkeyPatch.context() as patch:
         early = tmp_path / "early"
