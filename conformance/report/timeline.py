@@ -14,6 +14,7 @@ from typing import Any
 from kvconform.contract.events import WRITES
 from kvconform.contract.trace import Event
 from kvconform.judge.backtrace import is_noise
+from kvconform.judge.describe import changed_argument
 from kvconform.words import many
 
 WIDTH = 118
@@ -275,6 +276,8 @@ def _due(e: Event) -> tuple[str, str]:
 
 
 def _returned(e: Event) -> tuple[str, str] | None:
+    if e["mutated_args"]:
+        return "argument", changed_argument(e)
     if e["error"] is None and not e["timed_out"]:
         return None
     return "RAISED", f"{e['hook']}: {e['error_text'] or e['error']}"
@@ -288,7 +291,18 @@ def _changed(e: Event) -> tuple[str, str] | None:
 
 
 def _built(e: Event) -> tuple[str, str] | None:
+    if e["block_state_kept"]:
+        return "metadata", "holds kv_connector_block_state"
     return None if e["pickles"] else ("metadata", f"does not pickle: {e['pickle_error']}")
+
+
+def _namesake(e: Event) -> tuple[str, str]:
+    differs = ", and another ".join(e["differs"])
+    return "namesake", f"{e['of']} begins with the same {e['tokens']} tokens, has another {differs}"
+
+
+def _permitted(e: Event) -> tuple[str, str]:
+    return "permitted", f"{e['req']} up to token {e['allowed']}, claimed up to {e['end']}"
 
 
 def _updated(e: Event) -> tuple[str, str]:
@@ -417,6 +431,8 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "step.scheduled": _step,
     "req.scheduled": _scheduled,
     "lookup": _lookup,
+    "lookup.namesake": _namesake,
+    "lookup.permitted": _permitted,
     "alloc": _alloc,
     "req.state": _state,
     "req.updated": _updated,
