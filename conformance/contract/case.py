@@ -538,7 +538,7 @@ class Variant:
             f"scheduling {self.scheduling}",
             f"model runner {self.runner.upper()}",
             f"{flight} in flight",
-            f"blocks of {self.block_size} tokens",
+            f"block size {self.block_size}",
         ]
         return ", ".join(parts + ([f"slow {self.slow}"] if self.slow else []))
 

@@ -427,8 +427,8 @@ _kind(
     "lookup.namesake",
     "sched",
     "req:str of:str tokens:int differs:list",
-    "A lookup claims more than was computed for its request: request `of` has the longest common "
-    "prefix with it, of `tokens` tokens. differs = how the two differ beside their tokens.",
+    "A lookup claims KV that was computed for other content: request `of` has the longest common "
+    "prefix with its request, of `tokens` tokens. differs = how the two differ otherwise.",
 )
 _kind(
     "lookup.permitted",

@@ -249,7 +249,7 @@ def _tables(e: Event) -> str:
 
 def _of(e: Event) -> str:
     """Return the layer of an event, and its KV cache group if it is known."""
-    return f"{e['layer']}" + (f" of group {e['group']}" if e.get("group") is not None else "")
+    return f"layer {e['layer']}" + (f" of group {e['group']}" if e.get("group") is not None else "")
 
 
 def _state(e: Event) -> tuple[str, str]:
@@ -261,7 +261,8 @@ def _wrong(e: Event) -> tuple[str, str]:
     where = f"position {e['pos']}"
     if e["count"] != 1:
         where = f"positions {e['pos']}-{e['pos'] + e['count'] - 1}"
-    place = f"{e['req']} {where} of {_of(e)} ({e['kv']})"
+    halves = "K and V" if e["kv"] == "both" else e["kv"].upper()
+    place = f"{e['req']} {where}, {halves} of {_of(e)}"
     return "WRONG KV", f"{place}, via {e['via']}: {e['found']}: {e['origin']}"
 
 

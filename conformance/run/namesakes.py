@@ -20,7 +20,8 @@ RESTARTED = "model or layout since a restart"
 class Namesakes:
     """Emits lookup.namesake behind a lookup that claims KV of another request of these tokens.
 
-    That is more than was ever computed for the request's own salt, adapter, items and model.
+    That is more than was ever computed for the request's own salt, adapter, items and model, and
+    not more than was computed for any.
     """
 
     def __init__(self, state: RunState) -> None:
@@ -29,7 +30,9 @@ class Namesakes:
     def looked_up(self, request: Any, event: Event) -> None:
         """Handle a lookup event."""
         tokens = event["tokens"]
-        if not tokens or not event["ever_computed"] < event["local"] + tokens:
+        if not tokens:
+            return
+        if not event["ever_computed"] < event["local"] + tokens <= event["ever_plain"]:
             return
         state = self.state
         name = state.info(request.request_id).name
