@@ -123,7 +123,8 @@ def run(
     shrink: Annotated[
         bool | None,
         option(
-            "--shrink/--no-shrink", help="engine live: make a random workload that fails small [yes]"
+            "--shrink/--no-shrink",
+            help="engine live: reduce random workloads that fail [yes]",
         ),
     ] = None,
     scheduling: Annotated[

@@ -11,7 +11,7 @@ class EngineAssertion(AssertionError):
     """
 
     def __init__(self, rule: str, message: str) -> None:
-        super().__init__(f"{rule}: {message}")
+        super().__init__(message)
         self.rule = rule
 
 

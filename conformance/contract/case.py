@@ -530,6 +530,19 @@ class Variant:
         return found | ({"slow": self.slow} if self.slow else {})
 
     @property
+    def words(self) -> str:
+        """The axes, as a reader says them: what the brackets of the id abbreviate."""
+        flight = "1 step" if self.depth == 1 else f"{self.depth} steps"
+        parts = [
+            f"engine {self.engine}",
+            f"scheduling {self.scheduling}",
+            f"model runner {self.runner.upper()}",
+            f"{flight} in flight",
+            f"block size {self.block_size}",
+        ]
+        return ", ".join(parts + ([f"slow {self.slow}"] if self.slow else []))
+
+    @property
     def beyond(self) -> tuple[str, ...]:
         """The situations of the run that the contract allows and vLLM does not bring about."""
         return self.case.beyond if isinstance(self.case, Case) else ()

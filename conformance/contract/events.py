@@ -424,12 +424,20 @@ _kind(
     "of a finished load that the engine has not used yet.",
 )
 _kind(
+    "lookup.namesake",
+    "sched",
+    "req:str of:str tokens:int differs:list",
+    "A lookup claims KV that was computed for other content: request `of` has the longest common "
+    "prefix with its request, of `tokens` tokens. differs = how the two differ otherwise.",
+)
+_kind(
     "lookup.permitted",
     "sched",
-    "req:str end:int local:int prompts:int? allowed:int",
+    "req:str end:int local:int prompts:int? allowed:int of:str?",
     "A lookup that claims tokens up to `end`, by a connector that has declared not to store "
     "everything: how many of them were in a prompt (None: it has not declared to store prompts "
-    "only), and in a request whose options permit to store them.",
+    "only), and in a request whose options permit to store them. of = the request with most of "
+    "these tokens whose options forbid it.",
 )
 _kind(
     "alloc",

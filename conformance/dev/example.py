@@ -36,7 +36,7 @@ def whole(output: str) -> str:
     """Return the text of the report, without what differs from run to run, below its command."""
     lines = [f"$ kvconform {shlex.join(ARGUMENTS)}"]
     for line in output.splitlines():
-        if re.match(r"\d+/\d+ runs, ", line):
+        if re.match(r"\d+ of \d+ runs made, ", line):
             continue
         if line.startswith("reports "):
             line = re.sub(r"^(reports +)\S+", r"\1kvconform-report", line)

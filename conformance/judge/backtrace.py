@@ -234,6 +234,7 @@ SHOWN = {
     "req.scheduled",
     "req.interrupted",
     "lookup",
+    "lookup.namesake",
     "alloc",
     "req.state",
     "req.finished",
@@ -299,7 +300,8 @@ def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
     last = EXCERPT // 2 if left else EXCERPT
     before = [e for e in chosen if e["seq"] <= seq][-last:]
     there = {e["seq"] for e in before}
-    origin = [e for e in _of_origin(trace, event) if e["seq"] < seq and e["seq"] not in there]
+    behind = [*_of_origin(trace, event), *_of_claimed(trace, event)]
+    origin = [e for e in behind if e["seq"] < seq and e["seq"] not in there]
     lives = [e for e in _lives(trace, left, seq) if e["seq"] not in there]
     story = sorted(lives + origin[-ORIGIN:] + before, key=lambda e: e["seq"])
     later = [
@@ -420,6 +422,38 @@ def _of_origin(trace: list[Event], event: Event) -> list[Event]:
         return saves(e)
 
     return [e for e in trace if e.get("req") in reqs and concerns(e)]
+
+
+def claimed(trace: Iterable[Event], event: Event) -> tuple[str, str] | None:
+    """Return the request whose KV a lookup claims and must not, and how that is known, in words.
+
+    None for other events, and where no request is known.
+    """
+    if event["kind"] == "lookup.permitted" and event["of"] is not None:
+        return event["of"], f"the KV is that of request {event['of']}, which forbids to store it"
+    if event["kind"] != "lookup":
+        return None
+    for e in trace:
+        if e["kind"] == "lookup.namesake" and e["seq"] == event["seq"] + 1:
+            text = f"request {e['of']} begins with the same {e['tokens']} tokens and has another"
+            return e["of"], f"{text} {', and another '.join(e['differs'])}"
+    return None
+
+
+def _of_claimed(trace: list[Event], event: Event) -> list[Event]:
+    """Return when the request whose KV a lookup claims was computed, saved and finished."""
+    found = claimed(trace, event)
+    if found is None:
+        return []
+    kinds = ("plan", "req.scheduled", "req.finished")
+    mine = [e for e in trace if e["kind"] in kinds and e["req"] == found[0]]
+    return [
+        e
+        for e in mine
+        if e["kind"] == "req.finished"
+        or (e["kind"] == "plan" and e["op"] == "save")
+        or e.get("listed_as") == "new"
+    ]
 
 
 def _before_computed(trace: list[Event], event: Event) -> list[Event]:

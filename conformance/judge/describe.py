@@ -18,6 +18,17 @@ from kvconform.errors import Place
 from kvconform.judge.foreign import TRUTH, UNHEARD
 from kvconform.words import many
 
+ARGUMENTS = {
+    "get_transfer_results": "finished_req_ids",
+    "update_connector_output": "connector_output",
+    "request_finished": "block_ids",
+    "request_finished_all_groups": "block_ids",
+    "build_connector_meta": "scheduler_output",
+}
+"""The argument that `mutated_args` of hook.returned is about, by hook."""
+CALLS_GET_FINISHED = ("get_transfer_results",)
+"""Hooks of KVConnectorBase_V1 that call get_finished."""
+
 
 def spans(numbers: Iterable[int]) -> str:
     """Return integers as ranges: `12-15, 20`. Only six ranges are written out."""
@@ -195,10 +206,20 @@ def _published(e: Event) -> str:
     )
 
 
+def changed_argument(e: Event) -> str:
+    """Return in words which argument a hook has changed."""
+    hook = e["hook"]
+    by = ", which calls get_finished unless it is overridden," if hook in CALLS_GET_FINISHED else ""
+    return f"{hook}{by} changed the argument {ARGUMENTS.get(hook, 'that it was given')}"
+
+
 def _hook(e: Event) -> str:
     layer = f" for {e['layer']}" if e["layer"] else ""
     if e["error"] is not None:
-        return f"{e['hook']}{layer} raised {e['error_text']}"
+        code = (e["error_at"] or [""])[-1]
+        return f"{e['hook']}{layer} raised {e['error_text']}{f': {code}' if code else ''}"
+    if e["mutated_args"]:
+        return changed_argument(e)
     return f"{e['hook']}{layer} returned {e['value']}"
 
 
@@ -276,9 +297,13 @@ def _end(e: Event) -> str:
     return "at the end of the run " + ("; ".join(parts) or "nothing was left over")
 
 
-def _reported(e: Event) -> str:
+def _named(e: Event) -> str:
     kind = "finished_recving" if e["direction"] == "recv" else "finished_sending"
-    text = f"{kind} named {e['req']}, which the engine was {'' if e['held'] else 'not '}waiting for"
+    return f"{kind} named {e['req']}"
+
+
+def _reported(e: Event) -> str:
+    text = f"{_named(e)}, which the engine was {'' if e['held'] else 'not '}waiting for"
     if not e.get("second"):
         return text
     other = "send" if e["direction"] == "recv" else "load"
@@ -308,6 +333,8 @@ def _crash(e: Event) -> str:
 
 def _built(e: Event) -> str:
     what = "None" if e["none"] else f"metadata (pickling: {e['pickle_error'] or 'fine'})"
+    if e["block_state_kept"]:
+        what = "metadata that holds the SchedulerOutput's kv_connector_block_state"
     changed = "; it changed the SchedulerOutput" if e["output_mutated"] else ""
     return f"build_connector_meta returned {what}{changed}"
 
@@ -477,6 +504,12 @@ def _relay(e: Event) -> str:
 
 
 def _joined(e: Event) -> str:
+    if e["surplus"]:
+        verb = "was" if len(e["surplus"]) == 1 else "were"
+        return (
+            f"{', '.join(e['surplus'])} {verb} reported once more than by the {e['expected']} ranks"
+            " whose reports the engine waits for"
+        )
     return (
         f"{e['expected']} ranks' reports of each were waited for;"
         f" sent: {e['sent']}, of all: {e['all_sent']};"
@@ -716,11 +749,16 @@ def kv_found(found: str) -> str:
     return _FOUND.get(found, found.replace("_", " "))
 
 
-def headline(event: Event, requirement: str, side: str | None) -> str | None:
+def headline(
+    event: Event, requirement: str, side: str | None, *, again: bool = False
+) -> str | None:
     """Return in a few words what broke a requirement; None where the sentence is short enough.
 
-    `side`: where wrong bytes went wrong, if it is known (kvconform.judge.backtrace).
+    `side`: where wrong bytes went wrong, if it is known (kvconform.judge.backtrace). `again`: that
+    it happened more often than it may is what broke the requirement.
     """
+    if again and event["kind"] == "transfer.reported":
+        return f"{_named(event)} again"
     if event["kind"] == "kv.wrong":
         what = kv_found(event["found"])
         if side == "save" and event["found"] == "other_position":

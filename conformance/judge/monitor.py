@@ -207,16 +207,25 @@ class CountMonitor(Monitor):
         most = req.count.max
         self.seen: dict[Any, int] = {}
         self.last: dict[Any, Event] = {}
+        first: dict[Any, int] = {}
 
         def on_event(e: Event) -> None:
             if where is None or where(e):
                 self.exercised += 1
                 key = hashable(per(e)) if per is not None else None
+                before = first.setdefault(key, e.get("step", 0))
                 number = self.seen[key] = self.seen.get(key, 0) + 1
                 self.last[key] = e
                 if most is not None and number > most:
                     text = f"{number} times {e['kind']}"
-                    self.violate(e, e, lambda: f"{text}{self.of(e)}, at most {most} allowed")
+                    self.add(
+                        e,
+                        e,
+                        lambda: (
+                            f"the first time was in step {before}",
+                            f"{text}{self.of(e)}, at most {most} allowed",
+                        ),
+                    )
 
         return {req.event: on_event}
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kvconform.contract.requirement import Requirement
 from kvconform.contract.trace import Event
-from kvconform.judge.backtrace import excerpt, tell
+from kvconform.judge.backtrace import claimed, excerpt, tell
 from kvconform.judge.circumstances import absent
 from kvconform.judge.describe import cause, describe, headline, hook_of, place
 from kvconform.judge.leases import lease_of
@@ -44,7 +44,10 @@ def narrate(
             row.side = story.side if story is not None else None
             if story is not None and story.outdated is not None:
                 row.outdated = (story.req, story.outdated)
-            row.headline = headline(event, row.requirement, row.side)
+            again = requirement.count is not None
+            row.headline = headline(event, row.requirement, row.side, again=again)
+        if (owner := claimed(trace, event)) is not None:
+            parts.append(owner[1])
         awaited = requirement.respond.then.event if requirement.respond is not None else None
         if awaited == "ranks.joined":
             parts.append(reports_of(trace, event))

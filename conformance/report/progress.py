@@ -74,7 +74,8 @@ class Progress:
         elif time.monotonic() - self._last > EVERY:
             self._last = time.monotonic()
             self.console.print(
-                f"{self.count}/{self.total} runs, {self._failures()}", highlight=False
+                f"{self.count} of {self.total} runs made, {self._failures()} so far",
+                highlight=False,
             )
 
     def _failures(self) -> str:

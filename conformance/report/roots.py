@@ -19,6 +19,7 @@ from kvconform.report.causes import by_cause
 from kvconform.report.stage import Stage, stage
 
 UNANNOUNCED = "events.complete"
+PICKLABLE, BLOCK_STATE = "meta.picklable", "meta.block-state-dropped"
 CLAIMS = ("lookup.identity", "lookup.truth")
 """Requirements on lookups: what is claimed wrongly was not announced for this request either."""
 MOVING = (Stage.SAVE, Stage.LOAD)
@@ -112,7 +113,20 @@ def roots(rows: Sequence[Row]) -> list[Root]:
         because = home.get((row.blocked_by or "", row.run))
         if because is not None and row.requirement not in because.blocked:
             because.blocked.append(row.requirement)
-    return sorted(found, key=lambda root: (root.weight, -root.magnitude, *_rank(root.row)))
+    return sorted(found, key=lambda root: (root.weight, -_magnitude(root, found), *_rank(root.row)))
+
+
+def _magnitude(root: Root, found: Sequence[Root]) -> int:
+    """Return in how many runs a root cause fails, as `Root.magnitude` has it.
+
+    Wrong KV counts for at least as many runs as missing KV does: what goes wrong with a save also
+    loses what it saves, and says more about it.
+    """
+    alike = [other for other in found if other.weight == root.weight]
+    missing = [other.magnitude for other in alike if stage(other.row) is Stage.ANNOUNCED]
+    if stage(root.row) in MOVING:
+        return max([root.magnitude, *missing])
+    return root.magnitude
 
 
 def _rank(row: Row) -> tuple[Stage, bool]:
@@ -125,11 +139,15 @@ def _leader(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | No
     """Return the group that tells more of the same mistake as `group` in each of its runs.
 
     That is a load which went wrong by the same outdated table as a save, or a load of which `group`
-    does not tell what went wrong, or lookups that find what was stored, and announced, for others.
+    does not tell what went wrong, or lookups that find what was stored, and announced, for others,
+    or metadata that does not pickle because of the block state in it.
     """
     first = group[0]
     if first.requirement == UNANNOUNCED:
         return _wrong_claims(group, groups)
+    if first.requirement == PICKLABLE:
+        state = (one for one in groups if one[0].requirement == BLOCK_STATE)
+        return next((one for one in state if _all_in(group, one, _of_event)), None)
     for other in groups:
         tells = stage(other[0]) is Stage.LOAD and other[0].side is not None
         if other is group or not tells or not _may_hide(other[0], first):
@@ -173,6 +191,11 @@ def _all_in(
 def _by_table(row: Row) -> tuple[object, ...] | None:
     """Return the run and the outdated table that explains a failure; None without one."""
     return None if row.outdated is None else (row.run, *row.outdated)
+
+
+def _of_event(row: Row) -> tuple[object, ...]:
+    """Return the run and the event of a failure."""
+    return row.run, row.event
 
 
 def _of_load(row: Row) -> tuple[object, ...] | None:

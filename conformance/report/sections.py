@@ -110,16 +110,15 @@ def _whole(
     requirement = collector.spec.requirements.get(first.requirement)
     _title(console, first, number, of)
     rule = requirement.text if requirement is not None else PROCESS_RULE
+    verbose = collector.settings.verbose
     paragraph(console, "rule", rule, "bold")
     paragraph(console, "found", first.message)
-    paragraph(console, "check", first.check)
-    _where(console, group)
-    paragraph(console, "evidence", first.evidence)
+    _where(console, first)
+    paragraph(console, "", _settings_of(collector, first))
     if requirement is not None:
-        paragraph(console, "why", requirement.why)
         paragraph(console, "usual cause", usual_causes(first, requirement.wrong or ""))
     lines = _excerpt(collector.reports, first)
-    if not collector.settings.verbose:
+    if not verbose:
         lines = shorten(lines, console.width, EXCERPT)
     if lines:
         console.print(Text("step  event", style="dim"))
@@ -127,6 +126,11 @@ def _whole(
         for line in fit([text], console.width):
             style = "bold" if text.startswith(">") else ""
             console.print(Text(line, style=style), soft_wrap=True)
+    paragraph(console, "check", first.check)
+    if requirement is not None:
+        paragraph(console, "why", requirement.why)
+    paragraph(console, "evidence", first.evidence)
+    _also(console, group, LISTED if verbose else FEW)
     command(console, "reproduce", reproduction_words(collector, first))
 
 
@@ -143,7 +147,8 @@ def _folded(
     if not brief and requirement is not None:
         _short(console, "check", root.row.check)
         _short(console, "usual cause", usual_causes(root.row, requirement.wrong or ""))
-    _where(console, root.group, FEW)
+    _where(console, root.row)
+    _also(console, root.group, FEW)
     _consequences(console, root)
     command(console, "reproduce", reproduction_words(collector, root.row))
 
@@ -170,17 +175,29 @@ def _consequences(console: Console, root: Root) -> None:
         paragraph(console, label, f"{first.requirement}: {what}")
 
 
-def _where(console: Console, group: Sequence[Row], most: int = LISTED) -> None:
-    """Print the place of a failure, its situations, and up to `most` of the other runs with it."""
-    first = group[0]
-    where = [first.run]
-    if first.step is not None:
-        where.append(f"step {first.step}")
-    if first.req:
-        where.append(f"request {first.req}")
+def _where(console: Console, row: Row) -> None:
+    """Print the place of a failure, and its situations."""
+    where = [row.run]
+    if row.step is not None:
+        where.append(f"step {row.step}")
+    if row.req:
+        where.append(f"request {row.req}")
     paragraph(console, "where", ", ".join(where))
-    for sentence in beyond(first):
+    for sentence in beyond(row):
         paragraph(console, "situation", sentence)
+
+
+def _settings_of(collector: Collector, row: Row) -> str:
+    """Return what the run's name says in brackets, in words; empty if its case is not known."""
+    case = collector.spec.cases.get(row.case)
+    if case is None:
+        return ""
+    known = case.variants([row.engine], [row.scheduling], [row.slow] if row.slow else None)
+    return next((f"({each.words})" for each in known if each.id == row.run), "")
+
+
+def _also(console: Console, group: Sequence[Row], most: int) -> None:
+    """Print up to `most` of the other runs that fail for the same cause."""
     alike, risks = other_runs(group)
     paragraph(console, "also in", _listed(alike, "more run", most=most))
     paragraph(console, "also in", _listed(risks, "run", f" that {NO_VLLM}", most=most))

@@ -14,6 +14,7 @@ from typing import Any
 from kvconform.contract.events import WRITES
 from kvconform.contract.trace import Event
 from kvconform.judge.backtrace import is_noise
+from kvconform.judge.describe import changed_argument
 from kvconform.words import many
 
 WIDTH = 118
@@ -248,7 +249,7 @@ def _tables(e: Event) -> str:
 
 def _of(e: Event) -> str:
     """Return the layer of an event, and its KV cache group if it is known."""
-    return f"{e['layer']}" + (f" of group {e['group']}" if e.get("group") is not None else "")
+    return f"layer {e['layer']}" + (f" of group {e['group']}" if e.get("group") is not None else "")
 
 
 def _state(e: Event) -> tuple[str, str]:
@@ -260,7 +261,8 @@ def _wrong(e: Event) -> tuple[str, str]:
     where = f"position {e['pos']}"
     if e["count"] != 1:
         where = f"positions {e['pos']}-{e['pos'] + e['count'] - 1}"
-    place = f"{e['req']} {where} of {_of(e)} ({e['kv']})"
+    halves = "K and V" if e["kv"] == "both" else e["kv"].upper()
+    place = f"{e['req']} {where}, {halves} of {_of(e)}"
     return "WRONG KV", f"{place}, via {e['via']}: {e['found']}: {e['origin']}"
 
 
@@ -275,6 +277,8 @@ def _due(e: Event) -> tuple[str, str]:
 
 
 def _returned(e: Event) -> tuple[str, str] | None:
+    if e["mutated_args"]:
+        return "argument", changed_argument(e)
     if e["error"] is None and not e["timed_out"]:
         return None
     return "RAISED", f"{e['hook']}: {e['error_text'] or e['error']}"
@@ -288,7 +292,18 @@ def _changed(e: Event) -> tuple[str, str] | None:
 
 
 def _built(e: Event) -> tuple[str, str] | None:
+    if e["block_state_kept"]:
+        return "metadata", "holds kv_connector_block_state"
     return None if e["pickles"] else ("metadata", f"does not pickle: {e['pickle_error']}")
+
+
+def _namesake(e: Event) -> tuple[str, str]:
+    differs = ", and another ".join(e["differs"])
+    return "namesake", f"{e['of']} begins with the same {e['tokens']} tokens, has another {differs}"
+
+
+def _permitted(e: Event) -> tuple[str, str]:
+    return "permitted", f"{e['req']} up to token {e['allowed']}, claimed up to {e['end']}"
 
 
 def _updated(e: Event) -> tuple[str, str]:
@@ -417,6 +432,8 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "step.scheduled": _step,
     "req.scheduled": _scheduled,
     "lookup": _lookup,
+    "lookup.namesake": _namesake,
+    "lookup.permitted": _permitted,
     "alloc": _alloc,
     "req.state": _state,
     "req.updated": _updated,

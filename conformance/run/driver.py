@@ -47,6 +47,7 @@ from kvconform.run.controls import Controls
 from kvconform.run.damage import Damager
 from kvconform.run.expectations import Expectations, Reloads
 from kvconform.run.forbidden import Forbidden
+from kvconform.run.namesakes import Namesakes
 from kvconform.run.promises import Promises
 from kvconform.run.records import Progress, Reload, RunState, Snapshot
 from kvconform.run.soak import soak
@@ -172,11 +173,13 @@ class Driver:
             relation=self.relation,
         )
         reloads, forbidden = Reloads(state, engine.oracle.promised), Forbidden(state)
+        namesakes = Namesakes(state)
 
         def looked_up(request: Any, event: Event) -> None:
             self.controls.looked_up(request, event)
             reloads.looked_up(request, event)
             forbidden.looked_up(request, event)
+            namesakes.looked_up(request, event)
 
         engine.observer.on_lookup = looked_up
         if not variant.case.config.multi:  # its statistics are those of all its connectors

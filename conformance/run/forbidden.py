@@ -36,12 +36,15 @@ class Forbidden:
         if not self._is_due or not event["tokens"] or event["tokens"] < 0:
             return
         wanted = request.all_token_ids
-        prompts = allowed = 0
+        prompts = allowed = vetoed = 0
+        forbidden = None
         for name in self._sources(request):
             source = self.state.requests[name]
             common = common_prefix(wanted, source.all_token_ids)
             prompts = max(prompts, min(common, self._prompt_end(name)))
             allowed = max(allowed, min(common, self._end(name)))
+            if min(common, self._end(name)) < common and common > vetoed:
+                vetoed, forbidden = common, self.state.ids[name]
         self.state.trace.emit(
             "lookup.permitted",
             req=request.request_id,
@@ -49,6 +52,7 @@ class Forbidden:
             local=event["local"],
             prompts=prompts if self._prompts_only else None,
             allowed=allowed,
+            of=forbidden,
         )
 
     def _sources(self, request: Any) -> Iterator[str]:

@@ -142,7 +142,10 @@ def test_the_excerpt_fits_on_a_screen() -> None:
 
 
 def test_the_report_holds_nothing_that_differs_from_run_to_run() -> None:
-    output = "kvconform 0.1.0 \n3/9 runs, no failures\nreports     /tmp/x\nCONFORMANT  in 2.5 s\n"
+    output = (
+        "kvconform 0.1.0 \n3 of 9 runs made, no failures so far\nreports     /tmp/x\n"
+        "CONFORMANT  in 2.5 s\n"
+    )
     command, *rest = example.whole(output).splitlines()
     assert command.startswith("$ kvconform run ExampleConnector --extra-config '{")
     assert rest == ["kvconform 0.1.0", "reports     kvconform-report", "CONFORMANT"]

@@ -82,6 +82,8 @@ HOOK = {
     "layer": "l0",
     "error": "OSError",
     "error_text": "OSError: full",
+    "error_at": None,
+    "mutated_args": False,
     "value": "None",
 }
 LOOKUP = {
@@ -177,7 +179,15 @@ PLAN = {
         ),
         ({**END, "threads": 2}, ["after the shutdown, 2 threads went on"]),
         (HOOK, ["save_kv_layer for l0 raised OSError: full"]),
+        (
+            {**HOOK, "error_at": ["conn.py", 12, "_grow", "raise OSError('full')"]},
+            ["OSError: full: raise OSError('full')"],
+        ),
         ({**HOOK, "error": None, "layer": None, "value": "3"}, ["save_kv_layer returned 3"]),
+        (
+            {**HOOK, "error": None, "mutated_args": True, "hook": "request_finished"},
+            ["request_finished changed the argument block_ids"],
+        ),
         (
             LOOKUP,
             [

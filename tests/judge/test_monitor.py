@@ -75,8 +75,10 @@ def test_count() -> None:
     assert (
         found.count == 2
         and "2 times transfer.reported for e.transfer='t1', e.rank=0, at most 1"
-        in found.violations[0].message
+        in found.violations[0].check
     )
+    later = run(req, {**one, "step": 3}, {**one, "step": 5})
+    assert later.violations[0].message == "the first time was in step 3"
     least = requirement(event="transfer.reported", count={"per": "e.req", "min": 2})
     found = run(least, reported("a"), reported("b"), reported("b"), END)
     assert [(v.req, v.seq, v.event) for v in found.violations] == [("a", 3, 0)]

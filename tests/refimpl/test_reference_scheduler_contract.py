@@ -92,7 +92,7 @@ def test_one_hold_only() -> None:
     made.abort("r0")
     output, result = made.schedule()
     result.kv_connector_output = KVConnectorOutput(finished_recving={"r0"}, finished_sending={"r0"})
-    with pytest.raises(EngineAssertion, match="R146"):
+    with pytest.raises(EngineAssertion, match="already freed"):
         made.land(output, result)
 
 

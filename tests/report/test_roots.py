@@ -197,6 +197,24 @@ def test_what_fails_in_many_more_runs_comes_before_a_rare_crash() -> None:
     assert [root.row for root in roots([*crash, *nearly])] == [crash[0], wrong[0]], "stages decide"
 
 
+def test_wrong_kv_comes_before_missing_kv_however_often_that_fails() -> None:
+    missing = [row("save.completeness", f"missing-{number}") for number in range(79)]
+    wrong = [row("save.owned", f"wrong-{number}") for number in range(5)]
+    crash = [row("hook.no-raise", "crash")]
+    order = [root.row for root in roots([*missing, *wrong, *crash])]
+    assert order == [wrong[0], missing[0], crash[0]]
+
+
+def test_metadata_that_holds_the_block_state_does_not_pickle_for_that_reason() -> None:
+    held = row("meta.block-state-dropped", event=4)
+    unpicklable = row("meta.picklable", event=4)
+    assert shape(roots([unpicklable, held])) == [
+        ("meta.block-state-dropped", ["meta.picklable"], [])
+    ]
+    elsewhere = row("meta.picklable", "d", event=4)
+    assert len(roots([unpicklable, elsewhere, held])) == 2
+
+
 def test_a_hit_before_anything_was_computed_explains_what_follows() -> None:
     hit = row("lookup.truth", cause=UNHEARD, event=3)
     follows = [row("hook.no-raise", event=5), row("load.position", event=6)]

@@ -43,7 +43,7 @@ OPTIONS = (
     ],
 )
 def test_cannot_be_judged(tmp_path: Path, warm: Warm, connector: str, sentence: str) -> None:
-    done = warm.run( connector, *OPTIONS, "-k", "lifecycle.api", cwd=tmp_path)
+    done = warm.run(connector, *OPTIONS, "-k", "lifecycle.api", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("kvconform: ")
     assert sentence in done.stderr
