@@ -86,7 +86,8 @@ class TestTimeline:
             origin="token 3 of b",
         )
         assert timeline.render([wrong]) == [
-            "   4  WRONG KV    a positions 3-4, K of layer l0, via external: other_request: token 3 of b"
+            "   4  WRONG KV    a positions 3-4, K of layer l0, via external: other_request:"
+            " token 3 of b"
         ]
 
     def test_a_step(self) -> None:
