@@ -397,7 +397,8 @@ def _classify(origin: Origin, content: int, reader: Chain, pos: int, loading: bo
         return "other_position"
     if origin.plain in reader.plain:
         return "other_identity"
-    if origin.req != reader.req:
-        same = origin.kind == "token" and origin.token == reader.tokens[pos]
-        return "other_prefix" if same else "other_request"
-    return "past_end" if origin.generation == reader.generation else "stale_generation"
+    if (origin.req, origin.generation) == (reader.req, reader.generation):
+        return "past_end"
+    if origin.kind == "token" and origin.token == reader.tokens[pos]:
+        return "other_prefix"
+    return "stale_generation" if origin.req == reader.req else "other_request"

@@ -193,6 +193,14 @@ def test_the_wrong_half_is_named(half: slice, side: str) -> None:
     assert world.diagnose(row)[1] == side
 
 
+def test_the_same_token_behind_another_prefix_is_that_whatever_the_id_of_its_request() -> None:
+    """A connector that reuses chunks without their prefix finds those of an older namesake, too."""
+    for req, generation in (("b", 0), ("a", 0)):
+        world = World()
+        row = world.row(world.chain(req, generation, [1, 2, 3, TOKENS[3]]).ids[3])
+        assert world.diagnose(row).found == "other_prefix"
+
+
 def test_poison_of_the_request_that_computed_the_token_was_taken_too_early() -> None:
     world = World()
     world.chain("first", 0, TOKENS, "salt")  # notes nothing new: `a` computed these tokens first

@@ -30,6 +30,7 @@ MATTERS = {  # what is only different elsewhere
     "buffered": ("cache.prefetched",),
     "buffered-async": ("cache.prefetched",),
     "chunk-256": ("chunked.large-chunks",),
+    "consuming": ("layout.kernel-blocks",),
     "controlled": (
         "cache.looked-up",
         "cache.cleared",
@@ -45,6 +46,7 @@ MATTERS = {  # what is only different elsewhere
     "instance-hooks": ("multi.after-winner",),
     "metered": ("cache.demoted", "lifecycle.statistics"),
     "one-group-only": ("groups.chunked",),
+    "plain": ("layout.kernel-blocks",),
     "refuses-latent-layers": ("layout.latent",),
     "peer-to-peer": ("transfer.three-engines",),
     "save-budget": ("lifecycle.thirty-requests",),
@@ -54,6 +56,7 @@ MATTERS = {  # what is only different elsewhere
     "threads": ("lifecycle.pickled-metadata",),
     "selective": ("lifecycle.skip-last", "lifecycle.skip-low-priority", "lifecycle.skip-save"),
     "whole-chunks": ("chunked.large-chunks",),
+    "zeros": ("layout.kernel-blocks",),
     "write-behind": ("cache.demoted", "cache.pressure"),
     "unfull-chunk": ("chunked.unfull-chunk",),
     "uneven": ("lifecycle.abort-preempted",),
