@@ -262,6 +262,9 @@ SHOWN = {
 LIFE = {"request.new", "lookup", "alloc", "req.state", "req.finished", "hold", "release"}
 """Kinds of events in the life of a request, without its single steps."""
 
+RELEASING = ("req.finished", "hold", "release", "transfer.reported")
+"""Kinds of events by which the blocks of a request get free."""
+
 STEP = ("new", "cached", "resumed", "preempted", "finished")
 """The fields of step.scheduled that name requests."""
 
@@ -410,8 +413,12 @@ def _of_origin(trace: list[Event], event: Event) -> list[Event]:
         return around and e["op"] == "save" and e["req"] in reqs
 
     saved = {(e["req"], e["step"]) for e in trace if saves(e)}
+    # When a block went from the request that had it to the one whose KV was read from it.
+    handed_on = story.req if story is not None and story.req != req else None
 
     def concerns(e: Event) -> bool:
+        if e["kind"] in RELEASING and e["req"] == handed_on:
+            return e["kind"] == "req.finished" or e["direction"] == "send"
         if e["kind"] == "req.state":
             return "PREEMPTED" in (e["from"], e["to"])
         if e["kind"] == "req.scheduled":

@@ -848,10 +848,13 @@ Numbers, lists and the texts in `_WHETHER` hold particulars: it only matters whe
 _WHETHER = frozenset({"json", "lost", "pickle_error", "problem", "stale", *_STATS})
 
 
-def cause(event: Event) -> tuple[str, ...]:
-    """Return the kind of fault that an event stands for, without names, numbers and positions."""
+def cause(event: Event, *, again: bool = False) -> tuple[str, ...]:
+    """Return the kind of fault that an event stands for, without names, numbers and positions.
+
+    `again`: the fault is that it happened more often than it may, whatever else it says.
+    """
     found = [str(event["kind"])]
-    for name in _CAUSE.get(event["kind"], ()):
+    for name in ("direction",) if again else _CAUSE.get(event["kind"], ()):
         if not isinstance(name, str):
             found += [part] if (part := name(event)) else []
             continue

@@ -32,7 +32,8 @@ def narrate(
         event = trace[row.event]
         requirement = requirements[row.requirement]
         relate = requirement.relate
-        row.cause = cause(event)
+        again = requirement.count is not None and event["kind"] == "transfer.reported"
+        row.cause = cause(event, again=again)
         row.place = place(event)
         row.hook = hook_of(event)
         row.absent = absent(trace, row.event)
@@ -44,7 +45,6 @@ def narrate(
             row.side = story.side if story is not None else None
             if story is not None and story.outdated is not None:
                 row.outdated = (story.req, story.outdated)
-            again = requirement.count is not None
             row.headline = headline(event, row.requirement, row.side, again=again)
         if (owner := claimed(trace, event)) is not None:
             parts.append(owner[1])

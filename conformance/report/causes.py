@@ -115,12 +115,12 @@ def caveat(row: Row) -> str:
 def usual_causes(row: Row, wrong: str) -> str:
     """Return those of a requirement's usual causes (`wrong`) that the failure leaves possible.
 
-    There are none if what was found names the mistake. A hit that nothing in the run explains has
+    There are none if an outdated table explains what was found. A hit that nothing in the run explains has
     causes of its own.
     """
     if is_unheard(row):
         return CAUSE
-    return "" if row.side is not None else possible(wrong, row.absent)
+    return "" if row.outdated is not None else possible(wrong, row.absent)
 
 
 def beyond(row: Row) -> list[str]:

@@ -58,9 +58,7 @@ class Zeros(Decoy):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # An attention kernel may split each block into several of its own.
         blocks = self._kv_cache_config.num_blocks
-        self._layers = {
-            name: layer.unflatten(0, (blocks, -1)) for name, layer in kv_caches.items()
-        }
+        self._layers = {name: layer.unflatten(0, (blocks, -1)) for name, layer in kv_caches.items()}
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()

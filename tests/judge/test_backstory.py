@@ -213,3 +213,23 @@ def test_the_excerpt_shows_the_step_that_saved() -> None:
     run = trace(*STORY[:3], saving, saved, later, pos=12, origin=FIRST)
     shown = excerpt(run, run[-1]["seq"], "b")
     assert run[4] in shown and run[5] in shown and run[6] not in shown
+
+
+def test_a_late_save_shows_how_the_block_was_given_up() -> None:
+    """Its request is reported as sent, another one gets the block, and the save reads it then."""
+    run = trace(
+        scheduled(1, "a", 1, 2, listed_as="new"),
+        {"kind": "req.finished", "step": 2, "req": "a"},
+        {"kind": "hold", "step": 2, "req": "a", "direction": "send"},
+        {"kind": "transfer.reported", "step": 3, "req": "a", "direction": "send"},
+        {"kind": "transfer.reported", "step": 3, "req": "a", "direction": "recv"},
+        scheduled(4, "c", 8, 2, listed_as="new"),
+        {"kind": "transfer.reported", "step": 5, "req": "c", "direction": "send"},
+        pos=5,
+        origin=("c", 5),
+        found="other_request",
+    )
+    shown = excerpt(run, len(run) - 1, "b")
+    reports = [(e["req"], e["direction"]) for e in shown if e["kind"] == "transfer.reported"]
+    assert reports == [("a", "send")]
+    assert {"req.finished", "hold"} <= {e["kind"] for e in shown}

@@ -254,3 +254,11 @@ def test_another_fault_has_another_cause(kind: str, other: Fields) -> None:
 def test_a_cause_holds_the_line_that_raised_but_not_its_number() -> None:
     found = cause(event("hook.returned", hook="shutdown", error="KeyError", error_at=AT))
     assert found == ("hook.returned", "shutdown", "KeyError", AT[0], AT[2], AT[3])
+
+
+def test_one_report_too_many_is_one_fault_whether_the_engine_still_waited_or_not() -> None:
+    reports = [event("transfer.reported", direction="send", held=held) for held in (True, False)]
+    assert cause(reports[0]) != cause(reports[1])
+    assert cause(reports[0], again=True) == cause(reports[1], again=True)
+    other = event("transfer.reported", direction="recv")
+    assert cause(other, again=True) != cause(reports[0], again=True)
