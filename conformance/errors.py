@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import difflib
 import linecache
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import PurePath
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NamedTuple
 
 
@@ -139,15 +140,37 @@ def place_of(error: BaseException, connector: type | None = None) -> Place | Non
     every place counts that is neither ours nor in a library that connectors are built on. The
     suite's own connectors have no place: their lines change from commit to commit.
     """
+    traceback = _innermost(error, connector)
+    if traceback is None:
+        return None
+    code = traceback.tb_frame.f_code
+    return Place(
+        PurePath(code.co_filename).name, traceback.tb_lineno, code.co_name, _line(traceback)
+    )
+
+
+def numbers_at(error: BaseException, connector: type | None = None) -> dict[str, int]:
+    """Return the integers in local variables that the line of `place_of` names, by name."""
+    traceback = _innermost(error, connector)
+    if traceback is None:
+        return {}
+    known = traceback.tb_frame.f_locals
+    named = dict.fromkeys(re.findall(r"(?<![\w.])[A-Za-z_]\w*", _line(traceback)))
+    return {name: known[name] for name in named if type(known.get(name)) is int}
+
+
+def _line(traceback: TracebackType) -> str:
+    return linecache.getline(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno).strip()
+
+
+def _innermost(error: BaseException, connector: type | None) -> TracebackType | None:
+    """Return the innermost entry of an error's traceback that is the connector's own."""
     own = "" if connector is None else _package(connector.__module__)
     found = None
     traceback = error.__traceback__
     while traceback is not None:
         if _is_own(traceback.tb_frame, own):
-            code = traceback.tb_frame.f_code
-            line = linecache.getline(code.co_filename, traceback.tb_lineno).strip()
-            file = PurePath(code.co_filename).name
-            found = Place(file, traceback.tb_lineno, code.co_name, line)
+            found = traceback
         traceback = traceback.tb_next
     return found
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvconform.errors import place_of
+from kvconform.errors import numbers_at, place_of
 
 SOURCE = """
 import json
@@ -112,3 +113,17 @@ def test_a_connector_of_vllm_has_no_package_of_its_own() -> None:
     )
     place = place_of(error, type("Conn", (), {"__module__": "vllm.shim"}))
     assert place == place_of(error) and str(place) == "adapter.py:2, in f"
+
+
+def test_integers_that_the_line_names_are_told(tmp_path: Path) -> None:
+    """Neither attributes nor other values: these are long, or differ from run to run."""
+    file = tmp_path / "conn.py"
+    file.write_text(
+        "def plan(blocks, first, last, flag):\n    return blocks[first + last.bit_length()]\n"
+    )
+    scope: dict[str, Any] = {"__name__": "mypkg.conn"}
+    exec(compile(file.read_text(), str(file), "exec"), scope)
+    with pytest.raises(IndexError) as caught:
+        scope["plan"]([1], 7, 4, True)
+    assert numbers_at(caught.value) == {"first": 7, "last": 4}
+    assert numbers_at(ValueError("never raised")) == {}

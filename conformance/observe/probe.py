@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvconform.contract.trace import Trace
-from kvconform.errors import ordinary, place_of
+from kvconform.errors import numbers_at, ordinary, place_of
 from kvconform.kv import device
 from kvconform.observe.call import NOTHING, Call, check_value
 from kvconform.process import watchdog
@@ -133,7 +133,9 @@ class Probe:
             place = place_of(item.error, type(item.connector))
             text = f"{type(item.error).__name__}: {item.error}".splitlines()[0][:300]
             if place is not None:
-                text += f" ({place})"
+                numbers = numbers_at(item.error, type(item.connector))
+                values = "".join(f"; {name} = {value}" for name, value in numbers.items())
+                text += f" ({place}{values})"
         layer = None
         if item.hook in ("wait_for_layer_load", "save_kv_layer"):
             layer = item.arg(0, "layer_name")

@@ -115,8 +115,8 @@ def caveat(row: Row) -> str:
 def usual_causes(row: Row, wrong: str) -> str:
     """Return those of a requirement's usual causes (`wrong`) that the failure leaves possible.
 
-    There are none if an outdated table explains what was found. A hit that nothing in the run explains has
-    causes of its own.
+    There are none if an outdated table explains what was found. A hit that nothing in the run
+    explains has causes of its own.
     """
     if is_unheard(row):
         return CAUSE
