@@ -65,7 +65,12 @@ def blame(error: BaseException) -> str:
 
 _REFUSES = (NotImplementedError, ValueError, RuntimeError, AssertionError)
 _NOT_THE_CONNECTOR = ("kvconform.", "vllm.")
-_CONNECTORS = ("kvconform.refimpl.", "vllm.distributed.kv_transfer.kv_connector.v1.")
+_CONNECTORS = (
+    "kvconform.refimpl.",
+    "vllm.distributed.kv_transfer.kv_connector.v1.",
+    "vllm.v1.kv_offload.",
+    "vllm.v1.simple_kv_offload.",
+)
 """Packages below those that hold connectors."""
 
 

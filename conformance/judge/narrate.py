@@ -48,6 +48,8 @@ def narrate(
             row.headline = headline(event, row.requirement, row.side, again=again)
         if (owner := claimed(trace, event)) is not None:
             parts.append(owner[1])
+        if requirement.respond is not None:
+            parts.append(_stall_of(trace))
         awaited = requirement.respond.then.event if requirement.respond is not None else None
         if awaited == "ranks.joined":
             parts.append(reports_of(trace, event))
@@ -61,6 +63,12 @@ def narrate(
             row.check = None  # the message repeats it
         if row.requirement.startswith("hook."):
             row.evidence = evidence_of(event) or row.evidence
+
+
+def _stall_of(trace: Sequence[Event]) -> str | None:
+    """Return how long was waited for what did not come, in words; None if no run stalled."""
+    stall = next((e for e in reversed(trace) if e["kind"] == "engine.stall"), None)
+    return None if stall is None else describe(stall)
 
 
 def excerpts(rows: Sequence[Row], trace: Sequence[Event]) -> dict[str, list[Event]]:

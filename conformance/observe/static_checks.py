@@ -209,6 +209,8 @@ def _refused_spec(cls: type, extra_config: dict[str, Any]) -> str | None:
 
 def _refused_class(cls: type) -> str | None:
     """Return why vLLM refuses the connector's class, or None."""
+    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+        return f"does not implement {', '.join(missing)}, so Python does not construct it"
     names = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
     takes_any = any(p.kind == p.VAR_KEYWORD for p in names)
     if not takes_any and not any(p.name == "kv_cache_config" for p in names):

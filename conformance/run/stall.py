@@ -2,12 +2,14 @@
 """Stalls: steps without progress, and how long to wait before they are one.
 
 A connector may work in threads or in a server, and hold blocks until a lease runs out. So a run
-waits in real time, longer while the connector has threads, and then sets the clock forward.
+waits in real time, longer while the connector has threads, sockets or processes, and then sets the
+clock forward.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import NoReturn, Protocol
@@ -30,9 +32,11 @@ LEAP = 30.0
 HELD = 0.25
 """Part of the stall time that is waited before that: the blocks may be held for a thread."""
 MORE = 5.0
-"""How many times the stall time is waited while the connector has threads that may be at work."""
+"""How many times these are waited while the connector has something that may be at work."""
 PATIENCE = 60.0
-"""Seconds that one process waits beyond the stall time, in all: threads may be idle for ever."""
+"""Seconds that one process waits beyond that, in all: threads and sockets may be idle for ever."""
+LOOK = 0.05
+"""Seconds between two looks at what the connector has."""
 
 
 class Stalled(Exception):
@@ -61,6 +65,9 @@ class Waiting(Protocol):
     def live_threads(self) -> int:
         """Return the number of threads that the connector has."""
 
+    def may_work(self) -> bool:
+        """Return whether the connector has threads, sockets or processes."""
+
 
 class StallDetector:
     """Counter of the steps since the latest progress.
@@ -77,6 +84,7 @@ class StallDetector:
     def over(self) -> None:
         """Count from zero, after progress."""
         self.since = self.alive = clock.monotonic()
+        self._looked = -math.inf
         self.ends: list[Place] = []
         self.leapt = 0.0
 
@@ -89,7 +97,8 @@ class StallDetector:
         if target.half != "both":
             return True
         if self.leapt < LEASE and self._only_held():
-            if clock.monotonic() - self.since > HELD * target.stall_seconds:
+            if self.leapt or not self._waits(HELD * target.stall_seconds):
+                _Spent.seconds += 0.0 if self.leapt else self.alive - self.since
                 self.leapt += LEAP
                 clock.advance(LEAP)
                 self.trace.emit("clock.advanced", seconds=LEAP, why="stall")
@@ -102,13 +111,15 @@ class StallDetector:
         _Spent.seconds += self.alive - self.since
         return True
 
-    def _waits(self, stall: float) -> bool:
-        """Return whether to wait on: the stall time, also after the last sign of a thread."""
+    def _waits(self, seconds: float) -> bool:
+        """Return whether to wait on: these seconds, also after the last sign of work."""
         now = clock.monotonic()
-        most = min(MORE * stall, PATIENCE - _Spent.seconds)
-        if now - self.since < most and self.driver.live_threads() > 0:
-            self.alive = now
-        return now - self.alive <= stall
+        most = min(MORE * seconds, PATIENCE - _Spent.seconds)
+        if now - self.since < most and now - self._looked > LOOK:
+            self._looked = now
+            if self.driver.may_work():
+                self.alive = now
+        return now - self.alive <= seconds
 
     def _only_held(self) -> bool:
         """Return whether all requests have ended, and only their blocks are held."""

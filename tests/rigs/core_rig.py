@@ -221,9 +221,10 @@ def run_case(
     extra: dict[str, Any] | None = None,
     seed: int = 0,
     may_fork: bool = False,
+    stall: float = 0.1,
     **more: Any,
 ) -> Run:
-    """Run a case with a connector (`module:Class`, or None)."""
+    """Run a case with a connector (`module:Class`, or None). `stall`: the setting stall_seconds."""
     case = make_case(steps, **more)
     variant = Variant(
         case,
@@ -233,7 +234,7 @@ def run_case(
         depth if scheduling == "async" else 1,
         case.config.block_size,
     )
-    target = Target(connector, {"store": "{tmp}"} if extra is None else extra, stall_seconds=0.1)
+    target = Target(connector, {"store": "{tmp}"} if extra is None else extra, stall_seconds=stall)
     return run_variant(variant, target, seed=seed, tmp=tmp, relation=relation, may_fork=may_fork)
 
 

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -123,3 +127,51 @@ def test_a_case_whose_point_was_not_reached_says_so(tmp_path: Path) -> None:
     assert row.verdict is Verdict.NOT_EXERCISED
     assert row.message is not None
     assert row.message.startswith("the case did not reach its situation: given-up: releases")
+
+
+class SlowNotes(Leases):
+    """Releases blocks by a note that a thread sends a while after the request has ended."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[Any, Any]:
+        done = self.__dict__.setdefault("_done", set())
+        if finished_req_ids:
+            # Longer than a run waits before it sets the clock forward, if nothing is at work.
+            threading.Timer(2.0, done.update, [set(finished_req_ids)]).start()
+        over = set(done)
+        done -= over
+        return over, super(Leases, self).get_finished(finished_req_ids)[1]
+
+
+class Answers(Leases):
+    """Releases blocks when a server has answered, which it polls for; it has no thread."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[Any, Any]:
+        asked = self.__dict__.setdefault("_asked", {})
+        for req in finished_req_ids:
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            asked[req] = ours
+            command = [sys.executable, "-c", "import time; time.sleep(2); print('done')"]
+            subprocess.Popen(command, stdout=theirs.fileno())
+            theirs.close()
+        over = {req for req, ours in asked.items() if _answered(ours)}
+        for req in over:
+            asked.pop(req).close()
+        return over, super(Leases, self).get_finished(finished_req_ids)[1]
+
+
+def _answered(ours: socket.socket) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        return bool(ours.recv(100))
+    return False
+
+
+@pytest.mark.parametrize("connector", ["SlowNotes", "Answers"])
+def test_blocks_are_held_while_something_of_the_connector_is_at_work(
+    connector: str, tmp_path: Path
+) -> None:
+    """The clock is not set forward, which would let a lease run out."""
+    run = run_case(f"{__name__}:{connector}", ONE, tmp_path, stall=4.0)
+    check_ok(run)
+    assert select(run.trace, "transfer.reported", direction="send")
+    assert not select(run.trace, "clock.advanced")
