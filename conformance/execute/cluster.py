@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connection to a Ray cluster: sources that travel, and the check of its nodes.
+
+Ray is imported here only, and only when an executor of it is chosen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kvconform.errors import EnvironmentProblem, UsageError, one_line
+from kvconform.execute.luggage import pack
+from kvconform.execute.nodes import Node, difference, look
+from kvconform.files import scratch_root
+
+ADDRESS = "RAY_ADDRESS"
+"""Ray's environment variable: the cluster, if `--executor ray` names none."""
+LOOK_LIMIT = 300.0
+"""Seconds that a node has to unpack what travels, and to answer which versions it has."""
+VARIABLES = ("VLLM_", "KVCONFORM_", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")
+"""Beginnings of environment variables that travel."""
+
+
+def ray() -> ModuleType:
+    """Return the module `ray`. UsageError if it is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError:
+        raise UsageError(
+            "--executor ray needs the package ray: pip install 'kvconform[ray]'"
+        ) from None
+    return ray
+
+
+class Cluster:
+    """A connection to a Ray cluster; close it. There is one per process.
+
+    - `address`: as for ray.init; None: the variable RAY_ADDRESS, else a cluster of this machine,
+      which is started if there is none.
+    - `folders`, `packages`: import folders and packages that travel, as for `luggage.pack`.
+
+    UsageError if Ray is missing or the cluster cannot be reached; EnvironmentProblem for a node
+    with other versions than this machine.
+    """
+
+    def __init__(
+        self, address: str | None, folders: Sequence[str], packages: Sequence[str]
+    ) -> None:
+        self.ray = ray()
+        if self.ray.is_initialized():
+            raise UsageError("this process is connected to a Ray cluster already")
+        with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as folder:
+            file = Path(folder) / "kvconform.zip"
+            self.bytes = pack(file, folders, packages)
+            self._connect(address, {"working_dir": str(file), "env_vars": _variables()})
+        try:
+            self.here = look()
+            self._check()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, address: str | None, runtime_env: dict[str, Any]) -> None:
+        os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # in a job of Ray's
+        try:
+            with _signals_kept():
+                self.ray.init(
+                    address,
+                    runtime_env=runtime_env,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+        except Exception as error:  # whatever the connection raises, of Ray or gRPC
+            where = address or os.environ.get(ADDRESS) or "of this machine"
+            raise UsageError(
+                f"the Ray cluster {where} cannot be used: {one_line(error).rstrip('.')}"
+            ) from error
+
+    def close(self) -> None:
+        """End the connection, and the cluster if it was started for it."""
+        with _signals_kept():
+            self.ray.shutdown()
+
+    def cpus(self) -> int:
+        """Return the number of CPUs of all nodes."""
+        return int(self.ray.cluster_resources().get("CPU", 0))
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """Return the living nodes by their id, as Ray describes them."""
+        return {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
+
+    def _check(self) -> None:
+        """Compare the versions of all nodes that have a CPU with those of this machine."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        asked = {}
+        task = self.ray.remote(num_cpus=0, max_retries=0)(look)
+        for identifier, node in self.nodes().items():
+            if node["Resources"].get("CPU", 0) < 1:
+                continue  # no worker runs there
+            there = NodeAffinitySchedulingStrategy(identifier, soft=False)
+            name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            asked[name] = task.options(name="kvconform versions", scheduling_strategy=there)
+        if not asked:
+            raise EnvironmentProblem("the Ray cluster has no node with a CPU")
+        answers = {name: each.remote() for name, each in asked.items()}
+        differs = difference(self.here, {name: self._said(name, answers[name]) for name in answers})
+        if differs is not None:
+            raise EnvironmentProblem(differs)
+
+    def _said(self, name: str, answer: Any) -> Node:
+        try:
+            found: Node = self.ray.get(answer, timeout=LOOK_LIMIT)
+        except Exception as error:  # of Ray, or of the import on the node
+            raise EnvironmentProblem(
+                f"node {name} of the Ray cluster cannot run kvconform: {one_line(error)}"
+            ) from error
+        return found
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Restore the handlers of SIGTERM and SIGINT, which Ray replaces."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
