@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import get_context
@@ -33,6 +34,7 @@ def serve(connection: Connection, work: bytes, place: Place) -> None:
     `work`: a pickled Work. Sends packed answers. Ends when None arrives, when the other end is
     closed, or when no worker can be built.
     """
+    sys.path += [copy for _, copy in place.copies]  # for the modules that `work` names
     try:
         described: Work[Any, Any] = pickle.loads(work)
         with described.worker(place) as run:

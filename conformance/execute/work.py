@@ -94,5 +94,5 @@ class Calls(Generic[P, R]):
     def worker(self, place: Place) -> Iterator[Callable[[P], R]]:
         """Put the folders on the import path; the context's value is the function."""
         folders = [place.here(folder) for folder in self.folders]
-        sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+        sys.path[:] = folders + [each for each in sys.path if each not in folders]
         yield self.function
