@@ -65,7 +65,7 @@ class Keeper:
 
     def _first(self) -> bytes | Death:
         host = os.uname().nodename
-        differs = difference(self._order.here, {host: look()})
+        differs = difference(self._order.here, host, look())
         if differs is not None:  # a node that has joined the cluster since the others were checked
             return packed(Answer("refused", EnvironmentProblem(differs)))
         self._start()

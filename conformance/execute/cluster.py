@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,18 @@ from kvconform.files import scratch_root
 
 ADDRESS = "RAY_ADDRESS"
 """Ray's environment variable: the cluster, if `--executor ray` names none."""
+STARTED_HERE = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",
+}
+"""Settings of a cluster that is started for an executor.
+
+Nothing is reported to Ray's makers, no devices are hidden, and workers have this process's priority
+instead of the lowest.
+"""
+REACH_LIMIT = 10.0
+"""Seconds that a connection to the cluster may take."""
 LOOK_LIMIT = 300.0
 """Seconds that a node has to unpack what travels, and to answer which versions it has."""
 VARIABLES = ("VLLM_", "KVCONFORM_", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")
@@ -32,8 +45,8 @@ VARIABLES = ("VLLM_", "KVCONFORM_", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", 
 
 def ray() -> ModuleType:
     """Return the module `ray`. UsageError if it is not installed."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    for name, value in STARTED_HERE.items():
+        os.environ.setdefault(name, value)
     try:
         import ray
     except ImportError:
@@ -74,6 +87,7 @@ class Cluster:
     def _connect(self, address: str | None, runtime_env: dict[str, Any]) -> None:
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # in a job of Ray's
         try:
+            _reach(address or os.environ.get(ADDRESS, ""))
             with _signals_kept():
                 self.ray.init(
                     address,
@@ -81,7 +95,7 @@ class Cluster:
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                 )
-        except Exception as error:  # whatever the connection raises, of Ray or gRPC
+        except Exception as error:  # of the system, Ray or gRPC
             where = address or os.environ.get(ADDRESS) or "of this machine"
             raise UsageError(
                 f"the Ray cluster {where} cannot be used: {one_line(error).rstrip('.')}"
@@ -104,29 +118,46 @@ class Cluster:
         """Compare the versions of all nodes that have a CPU with those of this machine."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        asked = {}
         task = self.ray.remote(num_cpus=0, max_retries=0)(look)
+        answers = {}
+        names = {}
         for identifier, node in self.nodes().items():
             if node["Resources"].get("CPU", 0) < 1:
                 continue  # no worker runs there
             there = NodeAffinitySchedulingStrategy(identifier, soft=False)
-            name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-            asked[name] = task.options(name="kvconform versions", scheduling_strategy=there)
-        if not asked:
+            call = task.options(name="kvconform versions", scheduling_strategy=there)
+            answers[identifier] = call.remote()
+            names[identifier] = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+        found = {each: self._said(names[each], answer) for each, answer in answers.items()}
+        for each, said in found.items():
+            differs = said and difference(self.here, names[each], said)
+            if differs:
+                raise EnvironmentProblem(differs)
+        if not any(found.values()):
             raise EnvironmentProblem("the Ray cluster has no node with a CPU")
-        answers = {name: each.remote() for name, each in asked.items()}
-        differs = difference(self.here, {name: self._said(name, answers[name]) for name in answers})
-        if differs is not None:
-            raise EnvironmentProblem(differs)
 
-    def _said(self, name: str, answer: Any) -> Node:
+    def _said(self, name: str, answer: Any) -> Node | None:
+        """Return what a node has; None for a node that has just died."""
+        errors = self.ray.exceptions
         try:
             found: Node = self.ray.get(answer, timeout=LOOK_LIMIT)
+        except (errors.TaskUnschedulableError, errors.NodeDiedError):
+            return None
         except Exception as error:  # of Ray, or of the import on the node
             raise EnvironmentProblem(
                 f"node {name} of the Ray cluster cannot run kvconform: {one_line(error)}"
             ) from error
         return found
+
+
+def _reach(address: str) -> None:
+    """Open a connection to a cluster's port once: Ray itself goes on trying for many minutes.
+
+    OSError if that fails. Other addresses than HOST:PORT and ray://HOST:PORT are not tried.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), REACH_LIMIT).close()
 
 
 def _variables() -> dict[str, str]:

@@ -10,18 +10,16 @@ import importlib
 import importlib.metadata
 import importlib.util
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 NEEDED = (
     "vllm",
     "torch",
-    "jsonschema",
+    "jinja2",
     "packaging",
     "psutil",
     "pydantic",
     "pytest",
-    "rich",
     "ruamel.yaml",
     "safetensors",
 )
@@ -55,23 +53,22 @@ def _exists(name: str) -> bool:
         return False
 
 
-def difference(here: Node, nodes: Mapping[str, Node]) -> str | None:
-    """Return a sentence about the first node, by name, that differs from this machine, or None."""
-    for name, node in nodes.items():
-        if node.missing:
-            return (
-                f"node {name} of the Ray cluster lacks {', '.join(node.missing)}: install there"
-                " what this machine has (vLLM, and the dependencies of kvconform)"
-            )
-        pairs = (
-            ("Python", here.python, node.python),
-            ("vLLM", here.vllm, node.vllm),
-            ("torch", here.torch, node.torch),
+def difference(here: Node, name: str, node: Node) -> str | None:
+    """Return a sentence about how a node differs from this machine, or None."""
+    if node.missing:
+        return (
+            f"node {name} of the Ray cluster lacks {', '.join(node.missing)}: install there"
+            " what this machine has (vLLM, and the dependencies of kvconform)"
         )
-        for package, own, other in pairs:
-            if own != other:
-                return (
-                    f"node {name} of the Ray cluster has {package} {other} and this machine"
-                    f" {own}: results would differ, so install the same on all"
-                )
+    pairs = (
+        ("Python", here.python, node.python),
+        ("vLLM", here.vllm, node.vllm),
+        ("torch", here.torch, node.torch),
+    )
+    for package, own, other in pairs:
+        if own != other:
+            return (
+                f"node {name} of the Ray cluster has {package} {other} and this machine"
+                f" {own}: results would differ, so install the same on all"
+            )
     return None

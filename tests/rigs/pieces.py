@@ -33,6 +33,7 @@ def do(piece: Piece) -> object:
         "exit": lambda: os._exit(int(number)),
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "process": os.getpid,
+        "end-actor": lambda: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60),
         "lambda": lambda: lambda: number,
     }
     if what == "refuse":
