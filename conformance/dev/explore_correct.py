@@ -11,6 +11,7 @@ requests, which are ten times as fast.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import math
 import os
@@ -243,4 +244,5 @@ def _keep(batch: Batch, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Workers find its functions and classes by the name of the module, which is not `__main__`.
+    sys.exit(importlib.import_module("kvconform.dev.explore_correct").main())

@@ -61,15 +61,17 @@ def parse(text: str | None) -> Choice:
     )
 
 
-def crew_of(choice: Choice, work: Work[Any, Any], kind: str, scratch: Path) -> Crew:
-    """Return the crew for a choice. `kind`: a word for what it does.
+def crew_of(
+    choice: Choice, work: Work[Any, Any], kind: str, scratch: Path, count: int | None
+) -> Crew:
+    """Return the crew for a choice. `kind`: a word for what it does. `count`: of workers.
 
     `scratch`: folder for temporary files of this machine. UsageError if Ray is missing.
     """
     if choice.kind == "ray":
         from kvconform.execute.ray_crew import OnRay
 
-        return OnRay(work, kind, choice.address)
+        return OnRay(work, kind, choice.address, count)
     return Here(work, scratch) if choice.kind == "here" else Processes(work, scratch)
 
 
@@ -83,6 +85,6 @@ def executor(
     """
     with (
         temporary(kind, scratch_root()) as scratch,
-        Executor[P, R](crew_of(choice, work, kind, scratch), count, end) as found,
+        Executor[P, R](crew_of(choice, work, kind, scratch, count), count, end) as found,
     ):
         yield found

@@ -37,6 +37,10 @@ instead of the lowest.
 """
 REACH_LIMIT = 10.0
 """Seconds that a connection to the cluster may take."""
+LOCAL = "local"
+"""What Ray calls a new cluster of this machine."""
+CURRENT = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+"""Ray's file with the address of the cluster of this machine."""
 LOOK_LIMIT = 300.0
 """Seconds that a node has to unpack what travels, and to answer which versions it has."""
 VARIABLES = ("VLLM_", "KVCONFORM_", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")
@@ -61,6 +65,7 @@ class Cluster:
 
     - `address`: as for ray.init; None: the variable RAY_ADDRESS, else a cluster of this machine,
       which is started if there is none.
+    - `count`: of workers: as many CPUs has a cluster that is started here.
     - `folders`, `packages`: import folders and packages that travel, as for `luggage.pack`.
 
     UsageError if Ray is missing or the cluster cannot be reached; EnvironmentProblem for a node
@@ -68,7 +73,11 @@ class Cluster:
     """
 
     def __init__(
-        self, address: str | None, folders: Sequence[str], packages: Sequence[str]
+        self,
+        address: str | None,
+        folders: Sequence[str],
+        packages: Sequence[str],
+        count: int | None = None,
     ) -> None:
         self.ray = ray()
         if self.ray.is_initialized():
@@ -76,7 +85,8 @@ class Cluster:
         with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as folder:
             file = Path(folder) / "kvconform.zip"
             self.bytes = pack(file, folders, packages)
-            self._connect(address, {"working_dir": str(file), "env_vars": _variables()})
+            runtime_env = {"working_dir": str(file), "env_vars": _variables()}
+            self._connect(address, runtime_env, count)
         try:
             self.here = look()
             self._check()
@@ -84,13 +94,14 @@ class Cluster:
             self.close()
             raise
 
-    def _connect(self, address: str | None, runtime_env: dict[str, Any]) -> None:
+    def _connect(self, address: str | None, runtime_env: dict[str, Any], count: int | None) -> None:
         os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # in a job of Ray's
         try:
-            _reach(address or os.environ.get(ADDRESS, ""))
+            found = _reachable(address)
             with _signals_kept():
                 self.ray.init(
-                    address,
+                    found,
+                    num_cpus=count if found == LOCAL else None,
                     runtime_env=runtime_env,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
@@ -150,11 +161,26 @@ class Cluster:
         return found
 
 
-def _reach(address: str) -> None:
-    """Open a connection to a cluster's port once: Ray itself goes on trying for many minutes.
+def _reachable(address: str | None) -> str:
+    """Return the address to give to Ray, after a connection to it: Ray itself tries for minutes.
 
-    OSError if that fails. Other addresses than HOST:PORT and ray://HOST:PORT are not tried.
+    OSError if a cluster that is named cannot be reached. A cluster of this machine that has ended
+    without removing its file is passed over; LOCAL stands for a new one.
     """
+    named = address or os.environ.get(ADDRESS)
+    if named:
+        _reach(named)
+        return named
+    try:
+        current = CURRENT.read_text(encoding="utf-8").strip()
+        _reach(current)
+    except OSError:
+        return LOCAL
+    return current or LOCAL
+
+
+def _reach(address: str) -> None:
+    """Open a connection and close it. Addresses without a port, such as `auto`, are not tried."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), REACH_LIMIT).close()

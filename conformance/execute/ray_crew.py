@@ -39,9 +39,11 @@ class OnRay:
 
     depth = 2
 
-    def __init__(self, work: Work[Any, Any], kind: str, address: str | None) -> None:
+    def __init__(
+        self, work: Work[Any, Any], kind: str, address: str | None, count: int | None
+    ) -> None:
         self._kind = kind
-        self._cluster = Cluster(address, work.folders, work.packages)
+        self._cluster = Cluster(address, work.folders, work.packages, count)
         self._ray = self._cluster.ray
         self._gpus = work.gpus
         self._order = Order(

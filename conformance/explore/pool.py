@@ -32,7 +32,7 @@ class Pool:
         where: Choice = LOCAL,
     ) -> None:
         self.end = end
-        crew = crew_of(where, Judging(settings), "explore", scratch)
+        crew = crew_of(where, Judging(settings), "explore", scratch, count)
         self._executor: Executor[Job, Outcome] = Executor(crew, count, end)
 
     def __enter__(self) -> Pool:

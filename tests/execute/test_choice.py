@@ -49,4 +49,4 @@ def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UsageError, match=r"needs the package ray: pip install 'kvconform\[ray\]'"):
-        crew_of(Choice("ray"), Built(), "test", tmp_path)
+        crew_of(Choice("ray"), Built(), "test", tmp_path, None)
