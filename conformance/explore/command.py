@@ -139,7 +139,8 @@ def run(
     interrupted = False
     with temporary("explore", scratch_root()) as scratch, _ends_by_signal():
         given = settings.workers if "workers" in settings.model_fields_set else None
-        pool = Pool(settings, scratch, where.workers(given, settings.workers), end, where)
+        workers = where.workers(given, settings.workers)
+        pool = Pool(settings, scratch, workers, end, where, guided=chosen.guided)
         try:
             with pool:
                 _campaign(pool, console, campaign, workloads, written, count=count, tries=tries)

@@ -14,12 +14,19 @@ from kvconform.explore.judging import Job, Judging
 from kvconform.explore.outcome import DIED, Failure, Outcome
 from kvconform.explore.workload import Workload
 
+LAG = 64
+"""Workloads of a guided campaign between a draw and the latest outcome that it depends on."""
+AT_MOST = 16
+"""Workers for which LAG workloads are enough; it grows with more of them."""
+
 
 class Pool:
     """`count` workers; a context manager that ends them and what they started.
 
     - `count`: None: as many as the executor has room for.
     - `end`: the time, by time.monotonic, at which workloads that still run are given up.
+    - `guided`: later workloads depend on earlier outcomes. They are then drawn LAG workloads ahead,
+      so that they are the same with any number of workers up to AT_MOST.
     - `where`: the executor. `scratch`: folder for temporary files on this machine.
     """
 
@@ -30,8 +37,11 @@ class Pool:
         count: int | None,
         end: float | None = None,
         where: Choice = LOCAL,
+        *,
+        guided: bool = False,
     ) -> None:
         self.end = end
+        self._guided = guided
         crew = crew_of(where, Judging(settings), "explore", scratch, count)
         self._executor: Executor[Job, Outcome] = Executor(crew, count, end)
 
@@ -62,7 +72,8 @@ class Pool:
         many deaths.
         """
         jobs = ((workload, requirements) for workload in workloads)
-        for (workload, _), found in self._executor.run(jobs):
+        lag = max(LAG, LAG * self._executor.count // AT_MOST) if self._guided else None
+        for (workload, _), found in self._executor.run(jobs, lag):
             yield workload, died(found) if isinstance(found, Death) else found
 
 
