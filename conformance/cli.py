@@ -407,12 +407,18 @@ def defects(
     strict: Annotated[
         bool, option("--strict", help="a MUST that no defect violates is a failure")
     ] = False,
+    executor: Annotated[
+        Text,
+        option("--executor", metavar="WHERE", help="processes, or a Ray cluster (docs/scale.md)"),
+    ] = None,
 ) -> None:
     """Run the planted defects and print the kill matrix. For the development of kvconform."""
     from kvconform import commands
 
     cases = [part for entry in select or [] for part in entry.split(",") if part]
-    raise typer.Exit(commands.defects(ids or [], workers, report_dir, cases, strict=strict))
+    raise typer.Exit(
+        commands.defects(ids or [], workers, report_dir, cases, strict=strict, executor=executor)
+    )
 
 
 @app.command()

@@ -28,6 +28,7 @@ from kvconform.contract.loader import Spec, load_spec
 from kvconform.contract.requirement import Requirement
 from kvconform.contract.scenario import Scenario
 from kvconform.errors import UsageError, did_you_mean
+from kvconform.execute.choice import parse
 
 KINDS = ("requirements", "cases", "profiles", "connectors", "adapters")
 
@@ -143,25 +144,34 @@ def _count(number: int, word: str) -> str:
 
 
 def defects(
-    ids: list[str], jobs: int, report_dir: str | None, cases: list[str], *, strict: bool
+    ids: list[str],
+    jobs: int,
+    report_dir: str | None,
+    cases: list[str],
+    *,
+    strict: bool,
+    executor: str | None = None,
 ) -> int:
     """Examine defects and print the kill matrix; see `kvconform.dev.defects.main`.
 
-    Names of objects are defects of one's own; see `kvconform.dev.own`.
+    Names of objects are defects of one's own; see `kvconform.dev.own`. `executor`: where they run
+    (`kvconform.execute.choice.parse`).
     """
+    where = parse(executor)
     own = [name for name in ids if ":" in name]
     if own and (len(own) < len(ids) or report_dir is not None or strict):
         raise UsageError(f"{own[0]} is no planted defect: name it alone, or with -k")
     if own:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         module = importlib.import_module("kvconform.dev.own")
-        return int(module.main(own, cases, jobs=jobs or min(4, len(os.sched_getaffinity(0)))))
+        workers = where.workers(jobs or None, min(4, len(os.sched_getaffinity(0))))
+        return int(module.main(own, cases, jobs=workers, where=where))
     if cases:
         raise UsageError("-k is for a defect of your own (package.module:NAME)")
     if report_dir is not None:
         check_writable("--report-dir", Path(report_dir))
     module = importlib.import_module("kvconform.dev.defects")
-    return int(module.main(ids, jobs=jobs, report_dir=report_dir, strict=strict))
+    return int(module.main(ids, jobs=jobs, report_dir=report_dir, strict=strict, where=where))
 
 
 def drift() -> int:

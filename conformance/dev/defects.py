@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -39,7 +38,10 @@ from kvconform.dev.defect import (
     print_matrix,
     write,
 )
-from kvconform.errors import UsageError, did_you_mean
+from kvconform.errors import EnvironmentProblem, UsageError, did_you_mean
+from kvconform.execute.answers import Death
+from kvconform.execute.choice import LOCAL, Choice, executor
+from kvconform.execute.work import Calls
 from kvconform.files import scratch_root
 from kvconform.process.forking import forked_after_import
 from kvconform.process.server import ServerSpec
@@ -390,8 +392,8 @@ def _examine_into(name: str, note: Path, result: Path) -> None:
     result.write_text(outcome.model_dump_json(), encoding="utf-8")
 
 
-def run_defects(names: list[str], jobs: int) -> Iterator[Outcome]:
-    """Examine the named defects in `jobs` processes, then make their control runs.
+def run_defects(names: list[str], jobs: int | None, where: Choice = LOCAL) -> Iterator[Outcome]:
+    """Examine the named defects with `jobs` workers, then make their control runs.
 
     No names: all defects but those of engine live. UsageError for an unknown name.
     """
@@ -399,7 +401,7 @@ def run_defects(names: list[str], jobs: int) -> Iterator[Outcome]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # inherited by the processes
     if not names:
         names = [name for name, defect in known_defects().items() if not defect.live]
-    return _outcomes(names, jobs)
+    return _outcomes(names, jobs, where)
 
 
 def named(ids: Iterable[str]) -> list[str]:
@@ -422,17 +424,41 @@ def named(ids: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def _outcomes(names: list[str], jobs: int) -> Iterator[Outcome]:
+@dataclass(frozen=True)
+class Plan:
+    """A piece of work: plan the control runs for these defects."""
+
+    names: tuple[str, ...]
+
+
+Piece = Plan | Control | str
+"""What a worker does: plan, make control runs, or examine the defect of this id."""
+
+
+def _outcomes(names: list[str], jobs: int | None, where: Choice) -> Iterator[Outcome]:
     """Yield the outcomes of the defects, then those of the control runs."""
-    with ProcessPoolExecutor(jobs, forked_after_import()) as pool:
-        planned = pool.submit(_plan_controls, names)
-        outcomes = [pool.submit(examine_named, name) for name in names]
-        outcomes += [pool.submit(_run_control, control) for control in planned.result()]
-        yield from (outcome.result() for outcome in outcomes)
+    work: Calls[Piece, Any] = Calls(_done)
+    with executor(where, work, "defects", jobs) as workers:
+        [(_, controls)] = workers.run([Plan(tuple(names))])
+        if isinstance(controls, Death):
+            raise EnvironmentProblem(f"the import of the defects ended the process {controls}")
+        for piece, outcome in workers.run([*names, *controls]):
+            yield _died(piece, outcome) if isinstance(outcome, Death) else outcome
 
 
-def _plan_controls(names: list[str]) -> list[Control]:
-    return plan([known_defects()[name] for name in names], specification())
+def _done(piece: Piece) -> Outcome | list[Control]:
+    """Do a piece of work in a worker."""
+    if isinstance(piece, Plan):
+        return plan([known_defects()[name] for name in piece.names], specification())
+    return _run_control(piece) if isinstance(piece, Control) else examine_named(piece)
+
+
+def _died(piece: Piece, death: Death) -> Outcome:
+    """Return the outcome of a defect, or of control runs, that ended the process."""
+    name = piece if isinstance(piece, str) else "control"
+    if isinstance(piece, Control):
+        name = f"control: {piece.connector}"
+    return Outcome(defect=name, problem=f"ended the process {death}")
 
 
 def _run_control(control: Control) -> Outcome:
@@ -461,20 +487,25 @@ def _concerned(names: list[str]) -> list[Requirement]:
 
 
 def main(
-    names: list[str], *, jobs: int = 0, report_dir: str | None = None, strict: bool = False
+    names: list[str],
+    *,
+    jobs: int = 0,
+    report_dir: str | None = None,
+    strict: bool = False,
+    where: Choice = LOCAL,
 ) -> int:
     """Run the command.
 
     Returns 0 if every defect is caught exactly as listed and no control run fails anything, 1 if
-    not, 2 for an unknown name. `jobs` is the number of processes; 0: one per core, at most 4. The
+    not, 2 for an unknown name. `jobs` is the number of workers; 0: one per core, at most 4. The
     kill matrix is written to `report_dir`, if given. With `strict`, a MUST that no defect violates
     is a failure too.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of every process
-    jobs = jobs or min(4, len(os.sched_getaffinity(0)))
+    workers = where.workers(jobs or None, min(4, len(os.sched_getaffinity(0))))
     try:
         known = known_defects()
-        outcomes = list(run_defects(names, jobs))
+        outcomes = list(run_defects(names, workers, where))
     except UsageError as error:
         print(error.message, file=sys.stderr)
         return error.code

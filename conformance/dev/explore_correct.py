@@ -11,15 +11,17 @@ requests, which are ten times as fast.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import math
 import os
 import sys
 import tempfile
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -27,18 +29,18 @@ from pydantic import BaseModel, ConfigDict
 from kvconform.config.limits import in_seconds
 from kvconform.dev.defects import specification
 from kvconform.errors import UsageError
+from kvconform.execute.answers import Death
+from kvconform.execute.choice import Choice, executor, parse
+from kvconform.execute.work import Calls
 from kvconform.explore.draw import drawn
 from kvconform.explore.workload import text_of
 from kvconform.files import scratch_root
-from kvconform.process.forking import forked_after_import
 
 HANGS = 30.0
 """Seconds after which a hook counts as one that never returns."""
 ENGINES = ["reference", "vllm"]
 LIMIT = 3600.0
-"""Seconds after which no further batch is started, unless the command line says otherwise."""
-AHEAD = 8
-"""Batches per process that run or wait; one variant's take several times as long as another's."""
+"""Seconds after which running batches are given up, unless the command line says otherwise."""
 
 
 class Batch(BaseModel):
@@ -87,8 +89,19 @@ def batches(names: list[str], first: int) -> Iterator[tuple[str, int]]:
         yield names[number % len(names)], number // len(names)
 
 
-def run(name: str, seed: int, count: int, simple: bool) -> Batch:
-    """Run and judge `count` workloads on a variant, in this process.
+@dataclass(frozen=True)
+class Turn:
+    """A piece of work: `count` workloads on a variant. `number`: of the batch."""
+
+    number: int
+    variant: str
+    seed: int
+    count: int
+    simple: bool
+
+
+def run(turn: Turn) -> Batch:
+    """Run and judge workloads on a variant, in this process.
 
     Recommendations count, except the one that the variant does not follow on purpose.
     """
@@ -97,6 +110,7 @@ def run(name: str, seed: int, count: int, simple: bool) -> Batch:
     from kvconform.process import watchdog
     from kvconform.refimpl.variants.registry import NOT_RECOMMENDED
 
+    name = turn.variant
     found = Batch(variant=name)
     target = target_of(name)
     guarantees: Counter[str] = Counter()
@@ -104,7 +118,12 @@ def run(name: str, seed: int, count: int, simple: bool) -> Batch:
         watchdog.start(HANGS)
         try:
             for workload in drawn(
-                ENGINES, ["sync", "async"], None, first_seed=seed, count=count, simple=simple
+                ENGINES,
+                ["sync", "async"],
+                None,
+                first_seed=turn.seed,
+                count=turn.count,
+                simple=turn.simple,
             ):
                 done = outcome(workload, target, specification(), Path(tmp) / "run", strict=True)
                 found.workloads += 1
@@ -146,7 +165,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--batch", type=int, default=25, help="workloads on one variant at a time (default: 25)"
     )
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=int, help="workers (default: one per CPU)")
+    parser.add_argument("--executor", help="processes, here, or a Ray cluster (docs/scale.md)")
     parser.add_argument("--state", type=Path, help="file that stores the progress")
     parser.add_argument(
         "--out",
@@ -157,6 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         limit = in_seconds(given.minutes, given.seconds) or LIMIT
+        where = parse(given.executor)
     except UsageError as error:
         parser.error(error.message)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
@@ -170,15 +191,13 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     last_line = 0.0
     before = state.seconds
-    coming = batches(given.names or list(VARIANTS), state.batches)
-
-    def wanted() -> int:
-        """Return the number of batches that are still missing; 0 when the time is over."""
-        if time.monotonic() - began > limit:
-            return 0
-        return math.ceil((given.workloads - state.workloads) / given.batch)
-
-    for batch in _results(coming, given.jobs, given.batch, given.small, wanted):
+    missing = max(0, math.ceil((given.workloads - state.workloads) / given.batch))
+    coming = islice(batches(given.names or list(VARIANTS), state.batches), missing)
+    turns = (
+        Turn(number, name, seed, given.batch, given.small)
+        for number, (name, seed) in enumerate(coming)
+    )
+    for batch in _results(turns, where, given.jobs, began + limit):
         state.add(batch)
         _keep(batch, given.out)
         state.seconds = before + time.monotonic() - began
@@ -191,29 +210,20 @@ def main(arguments: list[str] | None = None) -> int:
     return int(bool(state.failures))
 
 
-def _results(
-    coming: Iterator[tuple[str, int]],
-    jobs: int,
-    count: int,
-    simple: bool,
-    wanted: Callable[[], int],
-) -> Iterator[Batch]:
-    """Yield the outcomes of the batches, in their order; no process waits for another.
+def _results(turns: Iterable[Turn], where: Choice, jobs: int | None, end: float) -> Iterator[Batch]:
+    """Yield the outcomes of the batches, in their order, until one was given up at the `end`."""
+    with executor(where, Calls(run), "correct", jobs, end) as workers:
+        for number, (turn, batch) in enumerate(workers.run(turns)):
+            if turn.number != number:
+                return  # a later run makes the batches in between
+            yield _died(turn, batch) if isinstance(batch, Death) else batch
 
-    `wanted` returns how many more batches are needed. When that is 0, the batches that are complete
-    are still yielded, and the others are given up.
-    """
-    with ProcessPoolExecutor(jobs, forked_after_import()) as pool:
-        waiting: deque[Future[Batch]] = deque()
-        try:
-            while (missing := wanted()) > 0:
-                while len(waiting) < min(AHEAD * jobs, missing):
-                    waiting.append(pool.submit(run, *next(coming), count, simple))
-                yield waiting.popleft().result()
-            while waiting and waiting[0].done():
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+
+def _died(turn: Turn, death: Death) -> Batch:
+    """Return the outcome of a batch whose process ended."""
+    said = f"seed {turn.seed} ended the process {death}"
+    failure = ("process", f"# {turn}\n", "process.died", said)
+    return Batch(variant=turn.variant, workloads=turn.count, failures=[failure])
 
 
 def _line(state: State) -> str:
@@ -234,4 +244,5 @@ def _keep(batch: Batch, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Workers find its functions and classes by the name of the module, which is not `__main__`.
+    sys.exit(importlib.import_module("kvconform.dev.explore_correct").main())

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -24,10 +24,17 @@ from kvconform.contract.loader import Spec
 from kvconform.dev.defect import Defect, Outcome
 from kvconform.dev.defects import examine, specification
 from kvconform.errors import UsageError
+from kvconform.execute.answers import Death
+from kvconform.execute.choice import LOCAL, Choice, executor
+from kvconform.execute.work import Calls
 from kvconform.files import scratch_root
-from kvconform.process.forking import forked_after_import
 from kvconform.refimpl.faulty import Fault
 from kvconform.words import many
+
+AT_ONCE = 8
+"""Cases of a piece of work. It depends on nothing, so that the report does not either."""
+TROUBLE = ("the harness", "ended the process")
+"""Beginnings of problems that are no difference between what fails and what was listed."""
 
 
 def cases_of(spec: Spec, selected: Sequence[str]) -> list[str]:
@@ -61,10 +68,18 @@ def defect_of(symbol: str, cases: Sequence[str]) -> Defect:
     raise UsageError(f"{symbol} is neither a {kind} nor a connector's class")
 
 
-def examine_own(symbol: str, cases: Sequence[str], path: Sequence[str]) -> Outcome:
-    """Run it on the cases, in a worker process that looks for modules in `path`, too."""
-    sys.path[:0] = [each for each in path if each not in sys.path]
-    defect = defect_of(symbol, cases)
+@dataclass(frozen=True)
+class Part:
+    """A piece of work: a defect on some cases."""
+
+    symbol: str
+    cases: tuple[str, ...]
+
+
+def examine_own(part: Part) -> Outcome:
+    """Run a defect on cases, in a worker. UsageError if it does not exist or changes nothing."""
+    symbol = part.symbol
+    defect = defect_of(symbol, part.cases)
     spec = specification()
     try:
         with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
@@ -84,7 +99,7 @@ def joined(outcomes: Iterable[Outcome]) -> Outcome:
             whole["found"].setdefault(requirement, each.found[requirement])
         for requirement, verdicts in each.passed_by.items():
             whole["passed_by"].setdefault(requirement, {}).update(verdicts)
-        if each.problem.startswith("the harness"):
+        if each.problem.startswith(TROUBLE):
             whole["problem"] = each.problem
     return Outcome(defect=name, **whole)
 
@@ -105,19 +120,28 @@ def report(outcome: Outcome, cases: int) -> list[str]:
     return lines
 
 
-def main(symbols: Sequence[str], selected: Sequence[str], *, jobs: int) -> int:
+def main(
+    symbols: Sequence[str], selected: Sequence[str], *, jobs: int | None, where: Choice = LOCAL
+) -> int:
     """Examine each, print what finds it, and return 1 if one is not found, else 0.
 
     UsageError for what does not exist. `selected`: cases, areas or globs; none: all cases.
     """
     cases = cases_of(specification(), selected)
-    path = [os.getcwd()]
+    parts = [tuple(cases[first : first + AT_ONCE]) for first in range(0, len(cases), AT_ONCE)]
     missed = False
-    with ProcessPoolExecutor(jobs, forked_after_import()) as pool:
+    work = Calls(examine_own, folders=(os.getcwd(),))
+    with executor(where, work, "defects", jobs) as workers:
+        pieces = [Part(symbol, part) for symbol in symbols for part in parts]
+        done = workers.run(pieces)
         for symbol in symbols:
-            parts = [part for part in (cases[number::jobs] for number in range(jobs)) if part]
-            running = [pool.submit(examine_own, symbol, part, path) for part in parts]
-            outcome = joined(each.result() for each in running)
+            outcome = joined(_outcome(symbol, found) for _, found in islice(done, len(parts)))
             print(*report(outcome, len(cases)), sep="\n", flush=True)
             missed = missed or not outcome.failed or bool(outcome.problem)
     return int(missed)
+
+
+def _outcome(symbol: str, found: Outcome | Death) -> Outcome:
+    if isinstance(found, Death):
+        return Outcome(defect=symbol, problem=f"ended the process {found}")
+    return found

@@ -56,6 +56,10 @@ def explore(
     workers: Annotated[
         int | None, option("--workers", "-n", metavar="N", help="processes [2, or 1 on one CPU]")
     ] = None,
+    executor: Annotated[
+        str | None,
+        option("--executor", metavar="WHERE", help="processes, here, or Ray (docs/scale.md)"),
+    ] = None,
     out: Annotated[
         Path, option("--out", metavar="DIR", help="for failures, a case each [kvconform-found]")
     ] = Path("kvconform-found"),
@@ -97,6 +101,7 @@ def explore(
     """Run random workloads; shrink failures to cases for `kvconform run --case FILE`."""
     from kvconform.config import settings
     from kvconform.config.limits import in_seconds
+    from kvconform.execute.choice import parse
     from kvconform.explore.command import run
 
     if connector and option_connector:
@@ -132,5 +137,6 @@ def explore(
         "tries": shrink,
         "folder": folder,
         "verbose": verbose,
+        "where": parse(executor),
     }
     raise typer.Exit(run(settings.load(given, file=config), **how))  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from kvconform.config.catalogue import check_connector_exists, check_connector_n
 from kvconform.config.folders import check_writable
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.execute.choice import LOCAL, Choice
 from kvconform.explore import result
 from kvconform.explore.campaign import Campaign, Corpus, Found, explore, first, reduce
 from kvconform.explore.keep import keep
@@ -82,12 +83,13 @@ def run(
     tries: int = 400,
     folder: Path | None = None,
     verbose: bool = False,
+    where: Choice = LOCAL,
 ) -> int:
     """Run a campaign, shrink its failures and print the result; return the exit code.
 
     0: no failure, or only risks; 1: failures, or nothing was judged; 3: the harness failed.
     `seconds` bounds all of it. `folder`: of the corpus, which is extended. `verbose`: name all
-    requirements that were never exercised.
+    requirements that were never exercised. `where`: the executor of the workloads.
 
     EnvironmentProblem after SIGINT or SIGTERM, when what was found until then has been printed.
     """
@@ -136,7 +138,9 @@ def run(
     campaign = Campaign(corpus=corpus)
     interrupted = False
     with temporary("explore", scratch_root()) as scratch, _ends_by_signal():
-        pool = Pool(settings, scratch, settings.workers, end)
+        given = settings.workers if "workers" in settings.model_fields_set else None
+        workers = where.workers(given, settings.workers)
+        pool = Pool(settings, scratch, workers, end, where, guided=chosen.guided)
         try:
             with pool:
                 _campaign(pool, console, campaign, workloads, written, count=count, tries=tries)

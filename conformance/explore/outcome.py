@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """Outcome of one workload; `error`: what prevented a verdict. JSON-able by `to_dict`.
+    """Outcome of one workload; `error`: what prevented a verdict.
 
     `unmarked` are the broken guarantees that a known bug of vLLM breaks, too, but without the mark
     of that bug: another one broke them. `capabilities` are those of the connector.
@@ -137,17 +137,6 @@ class Outcome:
     error: str | None = None
     unsupported: bool = False
     capabilities: dict[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the outcome as JSON-able data."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Outcome:
-        """Return the outcome that `to_dict` turned into `data`."""
-        failures = [Failure(**each) for each in data["failures"]]
-        pairs = [(what, axis) for what, axis in data["pairs"]]
-        return cls(**{**data, "failures": failures, "pairs": pairs})
 
 
 def outcome(

@@ -11,14 +11,14 @@ import pytest
 from kvconform.contract import yaml12
 from kvconform.contract.case import Case
 from kvconform.dev import explore_correct
-from kvconform.dev.explore_correct import Batch, State, batches, main, run
+from kvconform.dev.explore_correct import Batch, State, Turn, batches, main, run
 from kvconform.refimpl.variants import registry
 
 pytest.importorskip("vllm")
 
 
 def test_a_correct_connector_fails_nothing() -> None:
-    found = run("sync", 3, 6, True)
+    found = run(Turn(0, "sync", 3, 6, True))
     assert (found.workloads, found.unsupported, found.failures) == (6, 0, [])
 
 
@@ -29,7 +29,7 @@ def test_what_fails_is_kept_as_a_case(
         registry.VARIANTS, "bad", ("kvconform.refimpl.defects.loads:NoKeywords", {})
     )
     monkeypatch.setattr(explore_correct, "ENGINES", ["reference"])
-    found = run("bad", 3, 12, True)
+    found = run(Turn(0, "bad", 3, 12, True))
     assert found.workloads == 12 and found.failures
     explore_correct._keep(found, tmp_path)
     files = list(tmp_path.glob("bad-*.yaml"))
