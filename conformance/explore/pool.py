@@ -54,19 +54,17 @@ def serve(connection: Connection, settings: Settings, scratch: Path, name: str) 
 
 def _serve(connection: Connection, settings: Settings, tmp: Path) -> None:
     with watchdog.case("start", START_LIMIT):
-        from kvconform.observe.probe import Patch
         from kvconform.run import smoke
 
         target = smoke.target_of(settings)
         smoke.check(target, tmp, START_LIMIT, engine=settings.engine)
     spec = load_spec()
     connection.send({"ready": True})
-    with Patch.parking():
-        number = 0
-        while (job := connection.recv()) is not None:
-            number += 1
-            limit = watchdog.case_limit(settings.hook_timeout)
-            connection.send(_outcome(job, target, spec, tmp / str(number), limit).to_dict())
+    number = 0
+    while (job := connection.recv()) is not None:
+        number += 1
+        limit = watchdog.case_limit(settings.hook_timeout)
+        connection.send(_outcome(job, target, spec, tmp / str(number), limit).to_dict())
 
 
 def _outcome(
