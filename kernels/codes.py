@@ -53,6 +53,8 @@ class CodeBook:
     heads: int
     head_dim: int
     _keys: np.ndarray = field(init=False, repr=False, compare=False)
+    _shifts: np.ndarray = field(init=False, repr=False, compare=False)
+    """Bits [head_dim] before the digit of the fingerprint that each lane holds."""
 
     def __post_init__(self) -> None:
         if self.head_dim < MIN_HEAD_DIM:
@@ -71,6 +73,8 @@ class CodeBook:
             dtype=np.uint64,
         )
         object.__setattr__(self, "_keys", keys)
+        digits = np.arange(self.head_dim, dtype=np.uint64) % np.uint64(FINGERPRINT_LANES)
+        object.__setattr__(self, "_shifts", digits * np.uint64(4))
 
     @property
     def layer(self) -> int:
@@ -97,21 +101,13 @@ class CodeBook:
 
         `nonce` (16 bits) fills the nonce lanes. Pure.
         """
-        prints = self.fingerprints(content)
-        shifts = np.arange(FINGERPRINT_LANES, dtype=np.uint64) * np.uint64(4)
-        nibbles = (prints[..., None] >> shifts) & np.uint64(15)
-        lanes = nibbles.astype(np.uint8)  # [n, layers, 2, heads, 12]
-        out = np.empty((*prints.shape, self.head_dim), dtype=np.uint8)
-        out[..., :FINGERPRINT_LANES] = lanes
+        prints = self.fingerprints(content).transpose(0, 1, 3, 2)
+        lanes = np.right_shift(prints[..., None], self._shifts, order="C")
+        out = np.bitwise_and(lanes, np.uint64(15), out=lanes).astype(np.uint8)
         out[..., FINGERPRINT_LANES:MIN_HEAD_DIM] = [
             (nonce >> (4 * i)) & 15 for i in range(NONCE_LANES)
         ]
-        for lane in range(MIN_HEAD_DIM, self.head_dim):
-            out[..., lane] = lanes[..., lane % FINGERPRINT_LANES]
-        n = len(content)
-        return np.ascontiguousarray(out.transpose(0, 1, 3, 2, 4)).reshape(
-            n, self.layers, self.heads, self.width
-        )
+        return out.reshape(len(content), self.layers, self.heads, self.width)
 
     def content_mask(self) -> np.ndarray:
         """Return a boolean array [2 * head_dim]: lanes that carry content, not the nonce."""

@@ -523,11 +523,16 @@ class Variant:
     @property
     def axes(self) -> dict[str, Any]:
         """Engine, scheduling, runner, depth, block_size; on a device with streams also `slow`."""
-        found = {
-            name: getattr(self, name)
-            for name in ("engine", "scheduling", "runner", "depth", "block_size")
+        found: dict[str, Any] = {
+            "engine": self.engine,
+            "scheduling": self.scheduling,
+            "runner": self.runner,
+            "depth": self.depth,
+            "block_size": self.block_size,
         }
-        return found | ({"slow": self.slow} if self.slow else {})
+        if self.slow:
+            found["slow"] = self.slow
+        return found
 
     @property
     def words(self) -> str:

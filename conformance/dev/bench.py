@@ -197,17 +197,13 @@ class _Rounds:
         from kvconform.config.target import Target
         from kvconform.contract.loader import load_spec
         from kvconform.explore.outcome import outcome
-        from kvconform.observe.probe import Patch
 
         spec = load_spec()
         target = Target(CONNECTOR, {"store": store})
         rounds: list[tuple[float, float]] = []  # milliseconds of a workload, and of the loop
         hits = 0
         failed = 0
-        with (
-            tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as name,
-            Patch.parking(),  # as in a process of a campaign
-        ):
+        with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as name:
             # Warm up: imports and configurations take time only once per process.
             for workload in workloads:
                 outcome(workload, target, spec, Path(name) / "run")

@@ -68,15 +68,13 @@ class Judging:
 
 def _ready(settings: Settings, tmp: Path) -> Iterator[Callable[[Job], Outcome]]:
     with watchdog.case("start", START_LIMIT):
-        from kvconform.observe.probe import Patch
         from kvconform.run import smoke
 
         target = smoke.target_of(settings)
         smoke.check(target, tmp, START_LIMIT, engine=settings.engine)
     spec = load_spec()
     limit = watchdog.case_limit(settings.hook_timeout)
-    with Patch.parking():
-        yield lambda job: judged(job, target, spec, tmp, limit)
+    yield lambda job: judged(job, target, spec, tmp, limit)
 
 
 def judged(job: Job, target: Target, spec: Spec, tmp: Path, limit: float) -> Outcome:

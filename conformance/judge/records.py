@@ -219,10 +219,12 @@ class CaseReport:
         """Whether the run needs a line in report.jsonl, besides those of its rows."""
         return bool(self.unmet or self.timelines or self.harness_error)
 
-    def to_dict(self, only: set[str] | None = None) -> dict[str, Any]:
+    def to_dict(
+        self, only: set[str] | None = None, exclude: set[str] | None = None
+    ) -> dict[str, Any]:
         """Return the report (or only some of its fields) as JSON data, without defaults."""
         found: dict[str, Any] = CASE.dump_python(
-            self, mode="json", exclude_defaults=True, include=only
+            self, mode="json", exclude_defaults=True, include=only, exclude=exclude
         )
         return found
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from kvconform.contract.trace import Trace
@@ -239,45 +238,17 @@ _NONE = object()
 
 
 class Patch:
-    """Patches classes in place while it is entered, and restores every attribute afterwards.
-
-    Within `parking`, classes stay patched until other classes are patched. To set an attribute of a
-    class makes Python drop its optimisations for objects of that class.
-    """
-
-    _parks = False
-    _parked: list[Patch] = []
+    """Patches classes in place while it is entered, and restores every attribute afterwards."""
 
     def __init__(self, *classes: type) -> None:
         self.classes = classes
-        # Class, attribute, value in the class itself before (or _NONE), value now.
-        self._changed: list[tuple[type, str, Any, Any]] = []
+        # Class, attribute, value in the class itself before (or _NONE).
+        self._changed: list[tuple[type, str, Any]] = []
 
     def __enter__(self) -> Patch:
-        same_classes = [each.classes for each in self._parked] == [self.classes]
-        if same_classes and self._parked[0]._in_place():
-            vars(self).update(vars(self._parked.pop()))
-            return self
-        self._unpark()
         for cls in self.classes:
             self._patch(cls)
         return self
-
-    @classmethod
-    @contextmanager
-    def parking(cls) -> Iterator[None]:
-        """Leave classes patched between runs, for a body that patches the same ones repeatedly."""
-        cls._parks = True
-        try:
-            yield
-        finally:
-            cls._parks = False
-            cls._unpark()
-
-    @classmethod
-    def _unpark(cls) -> None:
-        while cls._parked:
-            cls._parked.pop()._restore()
 
     def _patch(self, cls: type) -> None:
         for name in hook_names():
@@ -285,26 +256,11 @@ class Patch:
             if original is None or hasattr(original, "_kvconform_original"):
                 continue
             own = vars(cls).get(name, _NONE)
-            wrapper = _of_classes(name, original)
-            setattr(cls, name, wrapper)
-            self._changed.append((cls, name, own, wrapper))
-
-    def _in_place(self) -> bool:
-        """Return whether all wrappers are still in place.
-
-        If they are not, the connector wrapped its own hooks, and must find the originals in each
-        run.
-        """
-        return all(vars(cls).get(name) is wrapper for cls, name, _, wrapper in self._changed)
+            setattr(cls, name, _of_classes(name, original))
+            self._changed.append((cls, name, own))
 
     def __exit__(self, *exc: object) -> None:
-        if self._parks and Probe.active is None and self._changed:  # not inside another run
-            self._parked.append(self)
-        else:
-            self._restore()
-
-    def _restore(self) -> None:
-        for cls, name, own, _ in self._changed:
+        for cls, name, own in self._changed:
             if own is _NONE:
                 delattr(cls, name)
             else:

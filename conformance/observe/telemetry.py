@@ -175,9 +175,9 @@ class Metrics:
         self.moved += values != self._last
         self._last = values
 
-    def _values(self) -> list[tuple[str, str, float]]:
+    def _values(self) -> list[tuple[str, dict[str, str], float]]:
         return [
-            (sample.name, str(sorted(sample.labels.items())), sample.value)
+            (sample.name, sample.labels, sample.value)
             for metric in self._registry.collect()
             for sample in metric.samples
             if sample.value and not sample.name.endswith("_created")

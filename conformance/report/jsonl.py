@@ -29,7 +29,7 @@ from kvconform.errors import UsageError
 from kvconform.judge.aggregate import EXERCISED, called, unasked
 from kvconform.judge.records import LINE, CaseReport, Overall, Row, Verdict
 from kvconform.report.collector import Collector
-from kvconform.report.compact import Judged, RunLine, line_for, rows_of
+from kvconform.report.compact import Judged, RunLine, judged_of, line_for, rows_of
 
 NAME = "report.jsonl"
 NOT_JUDGED_BY = {
@@ -177,16 +177,10 @@ def header_of(collector: Collector, warnings: list[str]) -> HeaderLine:
         capability_doubts=collector.doubts,
         cases=len(selection.order()),
         requirements=len(selection.shown),
-        judged=[] if settings.full else judged_of(collector),
+        judged=[] if settings.full else judged_of(collector.spec.requirements, selection.shown),
         warnings=list(dict.fromkeys([*warnings, *not_asked])),
         extra=extra,
     )
-
-
-def judged_of(collector: Collector) -> list[Judged]:
-    """Return id, kind and level of each requirement whose rows are wanted."""
-    known = collector.spec.requirements
-    return [(name, known[name].kind, known[name].level) for name in collector.selection.shown]
 
 
 def line_of(part: HeaderLine | CaseReport | FooterLine | RunLine | Row) -> str:

@@ -36,6 +36,7 @@ from kvconform.process.servers import Commands
 from kvconform.process.watchdog import Note, read_note
 from kvconform.report import jsonl, statement, summary, terminal
 from kvconform.report.collector import Collector
+from kvconform.report.compact import judged_of, restored
 from kvconform.report.html import anchor, page
 from kvconform.report.jsonl import FooterLine, HeaderLine
 from kvconform.report.merge import JUNIT
@@ -90,6 +91,10 @@ class Controller:
         self.spec = spec_for(settings)
         selection = select(self.spec, settings, self.vllm)
         self.collector = Collector(self.spec, settings, selection, self.vllm)
+        # By these lists, the workers compact rows, and the header lists them.
+        self._judged = judged_of(self.spec.requirements, selection.judged)
+        shown = [] if settings.full else selection.shown
+        self._listed = judged_of(self.spec.requirements, shown)
         self.hint = terminal.hint_of(self.collector)  # before the last report is gone
         self.folder = Path(settings.report_dir)
         scratch.remove_abandoned()
@@ -144,7 +149,7 @@ class Controller:
                 why = str(report.longrepr).strip().splitlines()[-1]
                 self.stop(EnvironmentProblem(f"a case could not be set up: {why}"))
             return
-        found = CaseReport.from_dict(json.loads(text))
+        found = restored(json.loads(text), self._judged)
         if found.abort is not None:
             self._trouble(*found.abort, final=found.foreign)
         self._take(found, getattr(report, "kvconform_lines", {}), report.duration)
@@ -290,8 +295,7 @@ class Controller:
         self._ran_something = True
         assert self._stream is not None
         found = self.collector.add(found)
-        judged = [] if self.settings.full else jsonl.judged_of(self.collector)
-        self._stream.write(jsonl.lines_of(found, judged=judged))
+        self._stream.write(jsonl.lines_of(found, judged=self._listed))
         self.progress.done(found.variant, found.rows, found.refused)
         if self.listener is not None:
             self.listener(found, lines or {}, seconds)

@@ -188,6 +188,7 @@ def _exercise(spec: Spec) -> None:
     from kvconform.config.selection import select
     from kvconform.config.settings import Settings
     from kvconform.judge.records import CaseReport
+    from kvconform.report.compact import compacted, judged_of, restored
     from kvconform.report.html.story import story_of
     from kvconform.session import crash
 
@@ -195,7 +196,8 @@ def _exercise(spec: Spec) -> None:
     selection = select(spec, Settings(), check_vllm()[0])
     variant = selection.variants[0]
     rows = crash.rows_of(None, variant, spec, selection, {}, strict=False)
-    CaseReport.from_dict(CaseReport(variant.id, rows=rows).to_dict())
+    judged = judged_of(spec.requirements, selection.judged)
+    restored(compacted(CaseReport(variant.id, rows=rows), judged), judged)
     story_of([], rows)
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's half of the pytest plugin: runs one variant per item, and reports the result.
 
-The controller receives a CaseReport as JSON text, in the attribute `kvconform` of the item's
-TestReport. Every process that runs a connector first calls `settle_in`.
+The controller receives a compacted CaseReport (`kvconform.report.compact`) as JSON text, in the
+attribute `kvconform` of the item's TestReport. Every process that runs a connector first calls
+`settle_in`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from kvconform.process import watchdog
 from kvconform.process.servers import Servers
 from kvconform.report import timeline
 from kvconform.report.ci.annotation import places_of
+from kvconform.report.compact import compacted, judged_of
 from kvconform.report.html.story import story_of
 from kvconform.run.lines import FilesBelow, Lines, Recorder, by_file
 from kvconform.run.promises import MEASURED
@@ -138,6 +140,8 @@ class Worker:
         os.environ.update(self._folders)
         self.spec = spec_for(settings)
         self.selection: Selection = select(self.spec, settings, vllm)
+        self.requirements = judged_of(self.spec.requirements, self.selection.judged)
+        """The requirements by which reports are compacted."""
         self._first = {name: position for position, name in enumerate(first)}
         self._recorder = Recorder(FilesBelow(traced)) if traced else None
         self._untraced = frozenset(untraced)
@@ -200,7 +204,7 @@ class Worker:
         return done
 
     def judge(self, variant: Variant) -> str:
-        """Run and judge a variant; return its report as JSON text.
+        """Run and judge a variant; return its compacted report as JSON text.
 
         Whatever goes wrong is in the report. Only KeyboardInterrupt and GeneratorExit are raised.
         """
@@ -229,7 +233,7 @@ class Worker:
         finally:
             if not self.settings.debug:
                 shutil.rmtree(tmp, ignore_errors=True)
-        text = json.dumps(report.to_dict(), ensure_ascii=False)
+        text = json.dumps(compacted(report, self.requirements), ensure_ascii=False)
         return report, normalised(text, tmp), details or ""
 
     def run(self, item: pytest.Item, variant: Variant) -> None:

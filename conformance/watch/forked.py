@@ -74,8 +74,8 @@ def _peeked(message: Message, client: socket.socket) -> Message:
     from kvconform.compat.installed import check_vllm
     from kvconform.config.settings import Settings
     from kvconform.errors import KvconformError
-    from kvconform.judge.records import CaseReport
     from kvconform.process import watchdog
+    from kvconform.report.compact import restored
     from kvconform.run import calibration
     from kvconform.session.worker import Worker
     from kvconform.watch.results import result_of
@@ -94,7 +94,7 @@ def _peeked(message: Message, client: socket.socket) -> Message:
         for name in message["only"]:
             if name not in variants:
                 continue
-            report = CaseReport.from_dict(json.loads(worker.judge(variants[name])))
+            report = restored(json.loads(worker.judge(variants[name])), worker.requirements)
             if report.abort is not None:
                 return {"error": report.abort[1], "exit": report.abort[0]}
             wire.send(client, {"result": result_of(report, {}, 0.0)})

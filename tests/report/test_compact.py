@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from kvconform.errors import UsageError
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.report import jsonl
-from kvconform.report.compact import Judged, line_for, rows_of
+from kvconform.report.compact import Judged, compacted, line_for, restored, rows_of
 from kvconform.report.jsonl import FooterLine, HeaderLine
 
 JUDGED: list[Judged] = [
@@ -111,3 +112,15 @@ def test_a_line_that_the_header_does_not_fit_is_damage(tmp_path: Path) -> None:
     path.write_text("\n".join([header, line, line, footer]) + "\n")
     with pytest.raises(UsageError, match="twice"):
         jsonl.read(path)
+
+
+def test_a_packed_report_comes_back() -> None:
+    failed = replace(row(2, Verdict.FAIL), message="wrong", event=7)
+    unlisted = replace(row(0), requirement="died.alone")
+    passes = [row(0), row(1)]
+    report = CaseReport("case[x]", unmet=["nothing"], rows=[failed, *passes, unlisted])
+    text = json.dumps(compacted(report, JUDGED))
+    assert "died.alone" in text and JUDGED[0][0] not in text  # a position stands for it
+    found = restored(json.loads(text), JUDGED)
+    assert found.rows == [*passes, failed, unlisted]
+    assert replace(found, rows=[]) == replace(report, rows=[])
