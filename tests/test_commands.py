@@ -106,9 +106,12 @@ def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         ),
         (
             ("run", "-k", "identiti"),
-            "kvconform: there is no area 'identiti'; did you mean identity?",
+            "kvconform: there is no area, case or requirement 'identiti'; did you mean identity?",
         ),
-        (("run", "-k", "qqqq"), "kvconform: there is no area 'qqqq'; there are "),
+        (
+            ("run", "-k", "qqqq"),
+            "kvconform: there is no area, case or requirement 'qqqq'; the areas are ",
+        ),
         (("run", "-k", ""), "Error: Invalid value: -k names nothing"),
         (("run", "-k", " , "), "Error: Invalid value: -k names nothing"),
         (("run", "--profile", "cor"), "kvconform: there is no profile 'cor'; did you mean core?"),

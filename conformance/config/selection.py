@@ -247,8 +247,8 @@ def _wanted(
                     [req.area for req in spec.requirements.values()]
                     + [case.area for case in spec.cases.values()]
                 )
-                hint = did_you_mean(entry, areas) or f"; there are {', '.join(areas)}"
-                raise UsageError(f"there is no area {entry!r}{hint}")
+                hint = did_you_mean(entry, areas) or f"; the areas are {', '.join(areas)}"
+                raise UsageError(f"there is no area, case or requirement {entry!r}{hint}")
             close = did_you_mean(entry, [*spec.cases, *spec.requirements])
             raise UsageError(f"there is no case or requirement {entry!r}{close}")
         cases |= some_cases

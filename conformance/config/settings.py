@@ -7,6 +7,7 @@ keys and wrong values are UsageErrors that name the place.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -51,6 +52,8 @@ def parse(text: str) -> Shard:
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 ENGINES = ("reference", "vllm")
 SCHEDULINGS = ("sync", "async")
+PLACEHOLDERS = ("tmp", "block_size")
+"""What a run replaces in the strings of `extra_config`, in braces (Target.options)."""
 
 
 class Settings(BaseModel):
@@ -241,6 +244,7 @@ def load(given: dict[str, Any], *, file: str | None = None, start: Path | None =
     merged.file = str(path) if path else None
     if merged.connector == REFERENCE and not merged.extra_config:
         merged.extra_config = {"store": "{tmp}"}
+    _check_placeholders(json.dumps(merged.extra_config))
 
     def absolute(path: str, setting: str) -> str:
         base = Path.cwd() if setting in own else merged.base
@@ -254,6 +258,16 @@ def load(given: dict[str, Any], *, file: str | None = None, start: Path | None =
             "--case and --shard cannot be combined: kvconform merge knows the suite's cases only"
         )
     return merged
+
+
+def _check_placeholders(text: str) -> None:
+    """Raise UsageError for what looks like a misspelt placeholder: the run would take it as is."""
+    for name in re.findall(r"\{(\w+)\}", text):
+        close = difflib.get_close_matches(name, PLACEHOLDERS, 1, 0.7)
+        if close and name not in PLACEHOLDERS:
+            raise UsageError(
+                f"extra_config: there is no placeholder {{{name}}}; did you mean {{{close[0]}}}?"
+            )
 
 
 def _read_named(path: Path) -> tuple[Path, dict[str, Any]]:

@@ -161,8 +161,20 @@ def _overall(rows: list[Row], found: Aggregate, problems: list[str]) -> tuple[Ov
     mild = (Verdict.XFAIL, Verdict.DISABLED, Verdict.BLOCKED)
     reasons = _reasons([(verdict, gating[verdict]) for verdict in mild])
     if not gating[Verdict.PASS]:
-        reasons.append("no requirement that counts was exercised")
+        reasons.append(_why_nothing(rows))
     return ("partial", reasons) if reasons else ("conformant", [])
+
+
+def _why_nothing(rows: list[Row]) -> str:
+    """Return why no requirement that counts was exercised, in a clause."""
+    nothing = "no requirement that counts was exercised"
+    asked = [row for row in rows if row.kind == "requirement"]
+    if asked and all(row.verdict is Verdict.UNSUPPORTED for row in asked):
+        because = dict.fromkeys(row.message for row in asked if row.message)
+        return f"{nothing}: {next(iter(because))}" if because else nothing
+    if any(row.verdict is Verdict.PASS and not row.gating and row.beyond for row in asked):
+        return f"{nothing}: this vLLM does not bring about what was run (--strict counts it)"
+    return nothing
 
 
 def _reasons(found: list[tuple[Verdict, list[Row]]]) -> list[str]:
@@ -265,8 +277,8 @@ def unasked(
         )
     if loads and not has(capabilities.get("fault_injection")):
         found.append(
-            "nothing about failed loads was judged:"
-            " that needs a method kvconform_fail_load (docs/guide-connector-authors.md)"
+            "of failed loads, only those from a damaged store are judged:"
+            " others need a method kvconform_fail_load (docs/guide-connector-authors.md)"
         )
     return found
 

@@ -79,7 +79,11 @@ class Expectations:
             if self._applies(expectation) and self._can_happen(expectation)
         )
         problems = ((each.what, self._problem(each)) for each in applicable)
-        return [f"{what}: {problem}" for what, problem in problems if problem is not None]
+        return [
+            problem if problem.startswith(what) else f"{what}: {problem}"
+            for what, problem in problems
+            if problem is not None
+        ]
 
     def _can_happen(self, expectation: Expectation) -> bool:
         """Return whether the connector can bring it about: one engine loads only what it stored."""

@@ -266,3 +266,11 @@ class TestSelection:
             found = select(spec, Settings(), version)
             assert found.judged
             assert all(spec.requirements[name].in_force(version) for name in found.judged)
+
+
+def test_a_misspelt_placeholder_is_named(tmp_path: Path) -> None:
+    """Every run would use the folder of that name, and find what others have stored."""
+    with pytest.raises(UsageError, match=r"no placeholder \{temp\}; did you mean \{tmp\}\?"):
+        load({"extra_config": {"stores": [{"path": "{temp}/kv"}]}}, start=tmp_path)
+    template = {"path": "{tmp}/{model}", "size": "{block_size}"}
+    assert load({"extra_config": template}, start=tmp_path).extra_config == template

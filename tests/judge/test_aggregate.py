@@ -202,3 +202,13 @@ def test_a_requirement_is_named_once_by_its_worst_verdict() -> None:
     )
     found = aggregate([fail, blocked, row("a.two", Verdict.BLOCKED, blocked_by="a.one")])
     assert found.reasons == ["FAIL: a.one", "BLOCKED: a.two"]
+
+
+def test_why_nothing_counts_is_said() -> None:
+    nothing = "no requirement that counts was exercised"
+    needs = [row(name, Verdict.UNSUPPORTED, message="the case needs async_load") for name in "ab"]
+    assert aggregate(needs).reasons == [f"{nothing}: the case needs async_load"]
+    risky = row("a", Verdict.PASS, gating=False, beyond=["damage"])
+    (reason,) = aggregate([risky]).reasons
+    assert reason.startswith(nothing) and "this vLLM does not bring about" in reason
+    assert aggregate([row("a", Verdict.NOT_EXERCISED)]).reasons == [nothing]

@@ -61,7 +61,7 @@ def test_an_area_may_be_named_alone(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_word_that_is_no_id_is_made_a_glob() -> None:
     with pytest.raises(UsageError, match=r"-k fail: .*'\*fail\*', which matches \d+ ids, such as"):
         select(SPEC, load({"select": ["fail"]}), "0.32.0")
-    with pytest.raises(UsageError, match="there is no area 'zzz'"):
+    with pytest.raises(UsageError, match="there is no area, case or requirement 'zzz'"):
         select(SPEC, load({"select": ["zzz"]}), "0.32.0")
 
 

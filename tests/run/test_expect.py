@@ -172,6 +172,6 @@ def test_a_stimulus_that_did_not_happen_is_no_event(tmp_path: Path) -> None:
     )
     assert run.unmet == [
         "preempted: preemptions of b: 0, expected at least 1",
-        "loads: loads: 1, expected at least 9",
+        "loads: 1, expected at least 9",
     ]
     assert not select(run.trace, "case.expectation")

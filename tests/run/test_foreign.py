@@ -13,7 +13,8 @@ from core_rig import REFERENCE, ROUND_TRIP, make_case
 from kvconform.config.target import Target
 from kvconform.contract.case import Variant
 from kvconform.contract.loader import load_spec
-from kvconform.explore import pool
+from kvconform.explore import judging
+from kvconform.explore.workload import Workload
 from kvconform.judge.foreign import CAUSE, OWN_STORE, REASON, ForeignKV, own, sentence
 from kvconform.judge.records import CaseReport
 from kvconform.refimpl.connector import ReferenceConnector
@@ -86,9 +87,9 @@ def test_exploration_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def found(*_: object, **__: object) -> NoReturn:
         raise ForeignKV(REASON)
 
-    monkeypatch.setattr(pool, "outcome", found)
+    monkeypatch.setattr(judging, "outcome", found)
     with pytest.raises(ForeignKV):  # other errors are outcomes of their workload
-        pool._outcome(({"id": "a"}, 0, None), Target("m:C"), SPEC, tmp_path, 60.0)
+        judging.judged((Workload({"id": "a"}), None), Target("m:C"), SPEC, tmp_path, 60.0)
 
 
 @pytest.mark.parametrize(
