@@ -305,6 +305,14 @@ _kind(
     "A hook returned or raised. value = what it returned, as short text: 'None', 'False', "
     "'(0, False)'. value_ok and params_* are true where they do not apply.",
 )
+ARGUMENTS = {
+    "get_transfer_results": "finished_req_ids",
+    "update_connector_output": "connector_output",
+    "request_finished": "block_ids",
+    "request_finished_all_groups": "block_ids",
+    "build_connector_meta": "scheduler_output",
+}
+"""The argument that `mutated_args` of hook.returned is about, by hook; False for other hooks."""
 _kind(
     "meta.built",
     "hooks",

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from kvconform.contract.trace import Event
+from kvconform.judge.describe import namesake
 
 Side = Literal["load", "save"]
 """Where the mistake was made that wrong bytes show."""
@@ -442,8 +443,7 @@ def claimed(trace: Iterable[Event], event: Event) -> tuple[str, str] | None:
         return None
     for e in trace:
         if e["kind"] == "lookup.namesake" and e["seq"] == event["seq"] + 1:
-            text = f"request {e['of']} begins with the same {e['tokens']} tokens and has another"
-            return e["of"], f"{text} {', and another '.join(e['differs'])}"
+            return e["of"], f"request {namesake(e)}"
     return None
 
 

@@ -12,20 +12,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvconform.contract.events import altered_in_entry
+from kvconform.contract.events import ARGUMENTS, altered_in_entry
 from kvconform.contract.trace import Event
 from kvconform.errors import Place
 from kvconform.judge.foreign import TRUTH, UNHEARD
 from kvconform.words import many
 
-ARGUMENTS = {
-    "get_transfer_results": "finished_req_ids",
-    "update_connector_output": "connector_output",
-    "request_finished": "block_ids",
-    "request_finished_all_groups": "block_ids",
-    "build_connector_meta": "scheduler_output",
-}
-"""The argument that `mutated_args` of hook.returned is about, by hook."""
 CALLS_GET_FINISHED = ("get_transfer_results",)
 """Hooks of KVConnectorBase_V1 that call get_finished."""
 
@@ -206,11 +198,17 @@ def _published(e: Event) -> str:
     )
 
 
+def namesake(e: Event) -> str:
+    """Return in words whose KV a lookup found, and how its request differs."""
+    differs = ", and another ".join(e["differs"])
+    return f"{e['of']} begins with the same {e['tokens']} tokens and has another {differs}"
+
+
 def changed_argument(e: Event) -> str:
     """Return in words which argument a hook has changed."""
     hook = e["hook"]
     by = ", which calls get_finished unless it is overridden," if hook in CALLS_GET_FINISHED else ""
-    return f"{hook}{by} changed the argument {ARGUMENTS.get(hook, 'that it was given')}"
+    return f"{hook}{by} changed the argument {ARGUMENTS[hook]}"
 
 
 def _hook(e: Event) -> str:
@@ -754,10 +752,10 @@ def headline(
 ) -> str | None:
     """Return in a few words what broke a requirement; None where the sentence is short enough.
 
-    `side`: where wrong bytes went wrong, if it is known (kvconform.judge.backtrace). `again`: that
-    it happened more often than it may is what broke the requirement.
+    `side`: where wrong bytes went wrong, if it is known (kvconform.judge.backtrace). `again`: the
+    event is a report that came more often than it may.
     """
-    if again and event["kind"] == "transfer.reported":
+    if again:
         return f"{_named(event)} again"
     if event["kind"] == "kv.wrong":
         what = kv_found(event["found"])

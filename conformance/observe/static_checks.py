@@ -41,9 +41,8 @@ def inspect_class(cls: type, extra_config: dict[str, Any], config: Any) -> Itera
     Calls the class methods that vLLM calls without an instance; changes nothing else.
     """
     yield constructor(cls, extra_config)
-    missing = sorted(getattr(cls, "__abstractmethods__", ()))
-    detail = f"not implemented: {', '.join(missing)}" if missing else ""
-    yield "abstract-methods", not missing, detail
+    missing = _not_implemented(cls)
+    yield "abstract-methods", not missing, f"not implemented: {missing}" if missing else ""
     asked = _class_methods(cls, extra_config, config)
     yield asked
     if asked[1]:
@@ -207,10 +206,15 @@ def _refused_spec(cls: type, extra_config: dict[str, Any]) -> str | None:
     return None
 
 
+def _not_implemented(cls: type) -> str:
+    """Return the abstract methods that a class leaves out, as a list; empty if there are none."""
+    return ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
+
+
 def _refused_class(cls: type) -> str | None:
     """Return why vLLM refuses the connector's class, or None."""
-    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
-        return f"does not implement {', '.join(missing)}, so Python does not construct it"
+    if missing := _not_implemented(cls):
+        return f"does not implement {missing}, so Python does not construct it"
     names = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
     takes_any = any(p.kind == p.VAR_KEYWORD for p in names)
     if not takes_any and not any(p.name == "kv_cache_config" for p in names):

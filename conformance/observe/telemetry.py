@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from kvconform.contract.events import ARGUMENTS
 from kvconform.contract.trace import Trace
 from kvconform.kv.provenance import ROOT, extend
 from kvconform.observe.call import Call
@@ -545,12 +546,12 @@ def _build(connector: Any, stats: Any, data: dict[str, Any]) -> bool:
 
 
 SHARED = {
-    "get_transfer_results": (0, "finished_req_ids"),
-    "update_connector_output": (0, "connector_output"),
-    "request_finished": (1, "block_ids"),
-    "request_finished_all_groups": (1, "block_ids"),
+    "get_transfer_results": 0,
+    "update_connector_output": 0,
+    "request_finished": 1,
+    "request_finished_all_groups": 1,
 }
-"""Index and name of the argument that is read after the hook, which must not change it, by hook."""
+"""Index of the argument that is read after the hook, which must not change it, by hook."""
 REPORTS = ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids")
 
 
@@ -612,7 +613,7 @@ class Watch:
 
 
 def _picture(call: Call) -> str:
-    value: Any = call.arg(*SHARED[call.hook])
+    value: Any = call.arg(SHARED[call.hook], ARGUMENTS[call.hook])
     if call.hook == "update_connector_output":
         value = [sorted(getattr(value, name, None) or ()) for name in REPORTS]
     return repr(canonical(value))

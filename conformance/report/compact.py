@@ -110,14 +110,9 @@ class _Plain:
 
         It is the same object each time, and holds until the next call.
         """
-        row = self._row
-        row.requirement, _, row.level = requirement
-        row.verdict = verdict
-        row.kind = "guarantee" if requirement[1] == "guarantee" else "requirement"
-        row.gating = self._counts(requirement)
-        row.exercised = exercised
-        row.message = message
-        return row
+        for name, value in self._said(requirement, verdict, exercised, message).items():
+            setattr(self._row, name, value)
+        return self._row
 
     def new_row(
         self,
@@ -128,21 +123,23 @@ class _Plain:
         message: str | None = None,
     ) -> Row:
         """Return what `row` does, as a new object."""
-        name, kind, level = requirement
-        return Row(
-            requirement=name,
-            verdict=verdict,
-            kind="guarantee" if kind == "guarantee" else "requirement",
-            level=level,
-            gating=self._counts(requirement),
-            exercised=exercised,
-            message=message,
-            **self._of_run,
-        )
+        return Row(**self._of_run, **self._said(requirement, verdict, exercised, message))
 
-    def _counts(self, requirement: Judged) -> bool:
-        _, kind, level = requirement
-        return kind == "requirement" and (self._strict or (level in MUST and not self._lenient))
+    def _said(
+        self, requirement: Judged, verdict: Verdict, exercised: int, message: str | None
+    ) -> dict[str, Any]:
+        """Return the fields that differ from row to row."""
+        name, kind, level = requirement
+        counts = kind == "requirement" and (self._strict or (level in MUST and not self._lenient))
+        return {
+            "requirement": name,
+            "verdict": verdict,
+            "kind": "guarantee" if kind == "guarantee" else "requirement",
+            "level": level,
+            "gating": counts,
+            "exercised": exercised,
+            "message": message,
+        }
 
 
 def rows_of(line: RunLine, judged: Sequence[Judged]) -> Iterable[Row]:

@@ -122,11 +122,11 @@ def _magnitude(root: Root, found: Sequence[Root]) -> int:
     Wrong KV counts for at least as many runs as missing KV does: what goes wrong with a save also
     loses what it saves, and says more about it.
     """
+    if stage(root.row) not in MOVING:
+        return root.magnitude
     alike = [other for other in found if other.weight == root.weight]
     missing = [other.magnitude for other in alike if stage(other.row) is Stage.ANNOUNCED]
-    if stage(root.row) in MOVING:
-        return max([root.magnitude, *missing])
-    return root.magnitude
+    return max([root.magnitude, *missing])
 
 
 def _rank(row: Row) -> tuple[Stage, bool]:

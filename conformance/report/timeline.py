@@ -14,7 +14,7 @@ from typing import Any
 from kvconform.contract.events import WRITES
 from kvconform.contract.trace import Event
 from kvconform.judge.backtrace import is_noise
-from kvconform.judge.describe import changed_argument
+from kvconform.judge.describe import changed_argument, namesake
 from kvconform.words import many
 
 WIDTH = 118
@@ -298,8 +298,7 @@ def _built(e: Event) -> tuple[str, str] | None:
 
 
 def _namesake(e: Event) -> tuple[str, str]:
-    differs = ", and another ".join(e["differs"])
-    return "namesake", f"{e['of']} begins with the same {e['tokens']} tokens, has another {differs}"
+    return "namesake", namesake(e)
 
 
 def _permitted(e: Event) -> tuple[str, str]:

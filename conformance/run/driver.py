@@ -122,7 +122,6 @@ class Driver:
         self.controls = Controls(self.state)
         self.inputs = 0
         """How often a session got more input, or was ended."""
-        self._others = set(threading.enumerate())
         self._before = Alive.now()
         self.expectations = Expectations(self.state, self._free_blocks)
         self.engine = self._start()
@@ -564,7 +563,7 @@ class Driver:
 
     def live_threads(self) -> int:
         """Count the threads that were started since the run began."""
-        return len(set(threading.enumerate()) - self._others)
+        return len(set(threading.enumerate()) - self._before.threads)
 
     def may_work(self) -> bool:
         """Return whether threads, sockets or processes are there that began with this run."""

@@ -41,9 +41,10 @@ class Forbidden:
         for name in self._sources(request):
             source = self.state.requests[name]
             common = common_prefix(wanted, source.all_token_ids)
+            end = self._end(name)
             prompts = max(prompts, min(common, self._prompt_end(name)))
-            allowed = max(allowed, min(common, self._end(name)))
-            if min(common, self._end(name)) < common and common > vetoed:
+            allowed = max(allowed, min(common, end))
+            if common > max(end, vetoed):
                 vetoed, forbidden = common, self.state.ids[name]
         self.state.trace.emit(
             "lookup.permitted",

@@ -57,7 +57,7 @@ class Namesakes:
 
 
 def differences(one: Add, other: Add) -> Iterator[str]:
-    """Yield in words how two requests differ beside their tokens: `cache salt ('s', none)`."""
+    """Yield in words how two requests with the same tokens differ: `cache salt ('s', none)`."""
     found = False
     if one.lora is not None and other.lora is not None:
         for field in type(one.lora).model_fields:

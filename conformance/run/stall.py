@@ -97,13 +97,14 @@ class StallDetector:
         if target.half != "both":
             return True
         if self.leapt < LEASE and self._only_held():
-            if self.leapt or not self._waits(HELD * target.stall_seconds):
-                _Spent.seconds += 0.0 if self.leapt else self.alive - self.since
-                self.leapt += LEAP
-                clock.advance(LEAP)
-                self.trace.emit("clock.advanced", seconds=LEAP, why="stall")
-            else:
-                time.sleep(0.002)
+            if not self.leapt:  # once the clock was set forward, each further step does it
+                if self._waits(HELD * target.stall_seconds):
+                    time.sleep(0.002)
+                    return False
+                _Spent.seconds += self.alive - self.since
+            self.leapt += LEAP
+            clock.advance(LEAP)
+            self.trace.emit("clock.advanced", seconds=LEAP, why="stall")
             return False
         if self._waits(target.stall_seconds):
             time.sleep(0.002)

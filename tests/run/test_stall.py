@@ -43,12 +43,14 @@ class Leases(ReferenceConnector):
 
 
 class Slow(Leases):
-    """Releases them from a thread, after twice the stall time."""
+    """Releases them from a thread, after twice the stall time of the tests."""
+
+    seconds = 0.2
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[Any, Any]:
         done = self.__dict__.setdefault("_done", set())
         if finished_req_ids:
-            threading.Timer(0.2, done.update, [set(finished_req_ids)]).start()
+            threading.Timer(self.seconds, done.update, [set(finished_req_ids)]).start()
         over = set(done)
         done -= over
         return over, super(Leases, self).get_finished(finished_req_ids)[1]
@@ -129,17 +131,10 @@ def test_a_case_whose_point_was_not_reached_says_so(tmp_path: Path) -> None:
     assert row.message.startswith("the case did not reach its situation: given-up: releases")
 
 
-class SlowNotes(Leases):
-    """Releases blocks by a note that a thread sends a while after the request has ended."""
+class SlowNotes(Slow):
+    """Takes longer than a run waits before it sets the clock forward, if nothing is at work."""
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[Any, Any]:
-        done = self.__dict__.setdefault("_done", set())
-        if finished_req_ids:
-            # Longer than a run waits before it sets the clock forward, if nothing is at work.
-            threading.Timer(2.0, done.update, [set(finished_req_ids)]).start()
-        over = set(done)
-        done -= over
-        return over, super(Leases, self).get_finished(finished_req_ids)[1]
+    seconds = 2.0
 
 
 class Answers(Leases):
