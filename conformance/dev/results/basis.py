@@ -125,5 +125,7 @@ def _basis(name: str, digests: Sequence[Digest], findings: Sequence[Finding], st
 
 def _failures(digest: Digest, name: str) -> list[tuple[str, str | None]]:
     """Return the failures of a requirement, as (case, line that raised); [] if not recorded."""
-    recorded = (digest.failures or {}).get(name, {})
-    return [(case, line) for case, lines in recorded.items() for line in lines or [None]]
+    found: list[tuple[str, str | None]] = []
+    for case, lines in (digest.failures or {}).get(name, {}).items():
+        found += [(case, line) for line in lines] or [(case, None)]
+    return found
