@@ -45,7 +45,7 @@ def failed(digest: Digest) -> list[str]:
 
 def at_risk(digest: Digest) -> list[str]:
     """Return the ids of the requirements that failed only where vLLM does not go, by area."""
-    return [name for area in digest.areas.values() for name in area.risks]
+    return [name for area in digest.areas.values() for name in area.risks or ()]
 
 
 def explained_by(digest: Digest) -> str:

@@ -38,8 +38,10 @@ class Area(BaseModel):
     failed: list[str] = Field(
         default=[], description="ids of what failed and counts: FAIL, XFAIL, ERROR or XPASS"
     )
-    risks: list[str] = Field(
-        default=[], description="ids of what fails only in situations that no vLLM brings about"
+    risks: list[str] | None = Field(
+        default=None,
+        description="ids of what fails only in situations that no vLLM brings about; None: recorded"
+        " before these were told apart",
     )
     advice: list[str] = Field(default=[], description="ids of SHOULD and MAY that were not met")
     blocked: list[str] = Field(
@@ -91,7 +93,7 @@ class Digest(BaseModel):
     @property
     def knows_risks(self) -> bool:
         """Whether risks were told apart from failures when it was recorded."""
-        return any("risks" in area.model_fields_set for area in self.areas.values())
+        return all(area.risks is not None for area in self.areas.values())
 
 
 def digests(
@@ -141,7 +143,7 @@ def _digest(
         requirement = spec.requirements.get(name)
         if requirement is None or name in found.engine_failed:
             continue
-        area = areas.get(requirement.area, Area())
+        area = areas.get(requirement.area, Area(risks=[]))
         failure = "advice"
         if name in found.failed:
             failure = "failed"
@@ -176,7 +178,7 @@ def _digest(
 def _failures(rows: Iterable[Row], areas: Iterable[Area]) -> dict[str, dict[str, list[str]]]:
     """Return where the requirements failed or are at risk, as in `Digest.failures`."""
     failed = {name for area in areas for name in area.failed}
-    at_risk = {name for area in areas for name in area.risks}
+    at_risk = {name for area in areas for name in area.risks or ()}
     found: dict[str, dict[str, list[str]]] = {}
     for row in sorted(rows, key=lambda row: (row.requirement, row.case)):
         counts = row.requirement in failed and row.gating
