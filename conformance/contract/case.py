@@ -24,7 +24,15 @@ from pydantic import (
 
 from kvconform.contract.expectations import Expectation
 from kvconform.contract.expression import Expression, compile_capability
-from kvconform.contract.requirement import CapabilityExpr, Id, Model, Relation, Version, in_force
+from kvconform.contract.requirement import (
+    CapabilityExpr,
+    Id,
+    Model,
+    Relation,
+    Requirement,
+    Version,
+    in_force,
+)
 from kvconform.contract.situation import policies, situations
 from kvconform.contract.steps import (
     UNREPEATABLE,
@@ -413,6 +421,10 @@ class Case(Model):
     def beyond(self) -> tuple[str, ...]:
         """The situations of the case that the contract allows and vLLM does not bring about."""
         return tuple(name for name in self.situations if not situations()[name].vllm)
+
+    def is_about(self, req: Requirement) -> bool:
+        """Return whether the case shares a rule or a bug with the requirement."""
+        return bool({*self.rules, *self.bugs} & {*req.rules, *req.bugs})
 
     def in_force(self, vllm: str) -> bool:
         """Return whether the case is run with this vLLM version."""

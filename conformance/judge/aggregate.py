@@ -59,8 +59,9 @@ class Aggregate:
     `status` is per requirement id. `counts` has the number of rows of each verdict, also if zero.
     `failed` holds the ids whose FAIL counts against the connector, `engine_failed` the guarantees
     that the engine broke. What does not count without --strict: `risks` holds the ids that fail
-    only in situations that no vLLM brings about, `advisory` violated SHOULD and MAY. `reasons` are
-    sentences about why `verdict` is not `conformant`.
+    only in situations that no vLLM brings about, `advisory` violated SHOULD and MAY. `unreached`
+    has, per requirement, the runs that are about it and did not reach their situation, if it was
+    not exercised there. `reasons` are sentences about why `verdict` is not `conformant`.
     """
 
     status: dict[str, Verdict] = field(default_factory=dict)
@@ -69,6 +70,7 @@ class Aggregate:
     engine_failed: list[str] = field(default_factory=list)
     risks: list[str] = field(default_factory=list)
     advisory: list[str] = field(default_factory=list)
+    unreached: dict[str, list[str]] = field(default_factory=dict)
     exercised: int = 0
     cases: int = 0
     verdict: Overall = "error"

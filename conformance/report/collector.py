@@ -115,6 +115,7 @@ class Collector:
         vllm = self.vllm if self.vllm != "unknown" else "0"
         expired = apply_waivers(waived, self.spec.waivers, vllm=vllm, today=today)
         found = aggregate(rows, problems=self.problems)
+        found.unreached = self._unreached(rows)
         # An expired waiver is a defect of the suite (`kvconform lint` fails for it) and does not
         # change the verdict on the connector.
         found.reasons += [f"note: {sentence}" for sentence in expired]
@@ -144,6 +145,22 @@ class Collector:
                 f"{len(self.missing())} of {len(self.variants)} runs were not made"
             )
         return rows, found
+
+    def _unreached(self, rows: Sequence[Row]) -> dict[str, list[str]]:
+        """Return per requirement the runs about it that did not reach their situation.
+
+        Runs in which it was exercised all the same are left out, and so are those of engine live,
+        whose `unmet` is about the run as a whole.
+        """
+        found: dict[str, list[str]] = {}
+        for row in rows:
+            if row.verdict is not Verdict.NOT_EXERCISED or row.engine == "live":
+                continue
+            if not self.reports[row.run].unmet:
+                continue
+            if self.variants[row.run].case.is_about(self.spec.requirements[row.requirement]):
+                found.setdefault(row.requirement, []).append(row.run)
+        return found
 
     def exit_code(self, found: Aggregate) -> int:
         """Return 0 for conformant or partly conformant, 1 for nonconformant, 3 for an error.

@@ -175,12 +175,8 @@ def defect(spec: Spec, entry: Mapping[str, Any]) -> str:
 
 
 def cases_about(spec: Spec, req: Requirement) -> list[str]:
-    """Return the ids of the cases that name one of the requirement's rules or bugs."""
-    return [
-        case.id
-        for case in spec.cases.values()
-        if set(case.rules) & set(req.rules) or set(case.bugs) & set(req.bugs)
-    ]
+    """Return the ids of the cases that are about the requirement."""
+    return [case.id for case in spec.cases.values() if case.is_about(req)]
 
 
 def check_lines(req: Requirement) -> list[str]:

@@ -82,6 +82,7 @@ def write(
             "guarantees_broken": found.engine_failed,
             "risks": found.risks,
             "advisory": found.advisory,
+            "unreached": found.unreached,
             "runs": len(collector.reports),
             "runs_missing": collector.missing(),
             "workers": settings.workers,

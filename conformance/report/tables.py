@@ -97,7 +97,8 @@ def print_tables(
 ) -> None:
     """Print a table per area: each requirement with its status.
 
-    Statuses in COUNTED, and guarantees that hold, are only counted below the table.
+    Statuses in COUNTED, and guarantees that hold, are only counted below the table, unless a run
+    about the requirement did not reach its situation.
     """
     exercised: dict[str, int] = {}
     failing: dict[str, int] = {}
@@ -124,18 +125,22 @@ def print_tables(
             status = found.status[name]
             requirement = collector.spec.requirements.get(name)
             guarantee = requirement is not None and requirement.kind == "guarantee"
-            if guarantee and status is Verdict.PASS:
+            unreached = len(found.unreached.get(name, ()))
+            if guarantee and status is Verdict.PASS and not unreached:
                 held += 1
                 continue
-            if status in COUNTED:
+            if status in COUNTED and not unreached:
                 silent[status] += 1
                 continue
             text = f"{status} in {failing[name]}" if failing[name] else str(status)
+            runs = many(exercised[name], "run")
+            if unreached:
+                runs += f", not reached in {unreached}"
             table.add_row(
                 name,
                 _level(requirement),
-                Text(text, style=STYLE[status]),
-                many(exercised[name], "run"),
+                Text(text, style=STYLE.get(status, "")),
+                runs,
             )
         parts = [f"{count} {verdict_name(name)}" for name, count in silent.items()]
         if held:

@@ -181,7 +181,7 @@ def report(
         print_lines(console, collector, found)
     print_failures(console, collector, failures, verbose=verbose)
     _errors(console, rows, reports, collector.settings.debug)
-    _unmet(console, reports)
+    _unmet(console, reports, found)
     _answer(console, found, where, seconds, part=_part(collector), verbose=verbose)
 
 
@@ -246,8 +246,8 @@ def _errors(
         console.print(Text(error), soft_wrap=True)
 
 
-def _unmet(console: Console, reports: Iterable[CaseReport]) -> None:
-    """Print how many runs did not reach the situation that they test."""
+def _unmet(console: Console, reports: Iterable[CaseReport], found: Aggregate) -> None:
+    """Print how many runs did not reach the situation that they test, and what they are about."""
     unmet = [report for report in reports if report.unmet]
     if not unmet:
         return
@@ -257,8 +257,13 @@ def _unmet(console: Console, reports: Iterable[CaseReport]) -> None:
     else:
         text = f"{many(len(unmet), 'run')} did not reach the situation they test"
     text += "; a store that is small, not persistent or written late is one reason"
+    text += f" (first: {first})"
+    if found.unreached:
+        shown = ", ".join(list(found.unreached)[:LISTED])
+        more = len(found.unreached) - LISTED
+        text += f". They did not exercise {shown}" + (f" and {more} more" if more > 0 else "")
     console.print()
-    for line in wrapped(f"{text} (first: {first})", console.width):
+    for line in wrapped(text, console.width):
         console.print(Text(line, style="dim"), soft_wrap=True)
 
 

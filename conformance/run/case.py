@@ -130,16 +130,12 @@ def say_unreached(
     variant: Variant,
     requirements: Mapping[str, Requirement],
 ) -> None:
-    """Say why requirements were not exercised that the case is about. Changes the rows.
-
-    The case is about those with which it shares a rule or a bug.
-    """
+    """Say why requirements were not exercised that the case is about. Changes the rows."""
     if not unmet or variant.engine == "live":
         return
-    about = {*variant.case.rules, *variant.case.bugs}
     for row in rows:
         req = requirements[row.requirement]
-        if row.verdict is Verdict.NOT_EXERCISED and about & {*req.rules, *req.bugs}:
+        if row.verdict is Verdict.NOT_EXERCISED and variant.case.is_about(req):
             row.message = f"the case did not reach its situation: {unmet[0]}"
 
 

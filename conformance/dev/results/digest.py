@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvconform.config.catalogue import versions
 from kvconform.contract.loader import Spec
-from kvconform.errors import UsageError
+from kvconform.errors import Place, UsageError
 from kvconform.judge.aggregate import aggregate
 from kvconform.judge.describe import spans
 from kvconform.judge.records import Row, Verdict
@@ -24,6 +24,8 @@ from kvconform.report.jsonl import HeaderLine
 
 UNMADE = (Verdict.UNSUPPORTED, Verdict.DISABLED)
 """Verdicts of rows whose run was not made, if it has no others."""
+FAILURES = (Verdict.FAIL, Verdict.XFAIL, Verdict.ERROR, Verdict.XPASS)
+"""Verdicts of rows that fail, or have no verdict, and count."""
 RANDOM = re.compile(r"(live|pair)\.random-\d+")
 
 
@@ -36,8 +38,10 @@ class Area(BaseModel):
     failed: list[str] = Field(
         default=[], description="ids of what failed and counts: FAIL, XFAIL, ERROR or XPASS"
     )
-    risks: list[str] = Field(
-        default=[], description="ids of what fails only in situations that no vLLM brings about"
+    risks: list[str] | None = Field(
+        default=None,
+        description="ids of what fails only in situations that no vLLM brings about; None: recorded"
+        " before these were told apart",
     )
     advice: list[str] = Field(default=[], description="ids of SHOULD and MAY that were not met")
     blocked: list[str] = Field(
@@ -80,6 +84,16 @@ class Digest(BaseModel):
     saves: int = Field(description="number of judgements about saved KV")
     guarantees: list[str] = Field(default=[], description="guarantees that the engine broke")
     areas: dict[str, Area]
+    failures: dict[str, dict[str, list[str]]] | None = Field(
+        default=None,
+        description="per requirement that failed or is at risk: the cases where it did, each with"
+        " the lines of the connector that raised; None: recorded before the suite kept them",
+    )
+
+    @property
+    def knows_risks(self) -> bool:
+        """Whether risks were told apart from failures when it was recorded."""
+        return all(area.risks is not None for area in self.areas.values())
 
 
 def digests(
@@ -129,7 +143,7 @@ def _digest(
         requirement = spec.requirements.get(name)
         if requirement is None or name in found.engine_failed:
             continue
-        area = areas.get(requirement.area, Area())
+        area = areas.get(requirement.area, Area(risks=[]))
         failure = "advice"
         if name in found.failed:
             failure = "failed"
@@ -157,7 +171,26 @@ def _digest(
         saves=_happened(rows, spec, "save"),
         guarantees=found.engine_failed,
         areas=dict(sorted(areas.items())),
+        failures=_failures(rows, areas.values()),
     )
+
+
+def _failures(rows: Iterable[Row], areas: Iterable[Area]) -> dict[str, dict[str, list[str]]]:
+    """Return where the requirements failed or are at risk, as in `Digest.failures`."""
+    failed = {name for area in areas for name in area.failed}
+    at_risk = {name for area in areas for name in area.risks or ()}
+    found: dict[str, dict[str, list[str]]] = {}
+    for row in sorted(rows, key=lambda row: (row.requirement, row.case)):
+        counts = row.requirement in failed and row.gating
+        if row.verdict in FAILURES and (counts or (row.requirement in at_risk and row.risk)):
+            lines = found.setdefault(row.requirement, {}).setdefault(row.case, [])
+            if row.place is not None and _line(row.place) not in lines:
+                lines.append(_line(row.place))
+    return found
+
+
+def _line(place: Place) -> str:
+    return f"{place.function}: {place.code}"
 
 
 def _run(row: Row) -> tuple[object, ...]:
@@ -168,7 +201,7 @@ def _counted(area: Area, name: str, status: Verdict, failure: str) -> Area:
     """Return `area` with a requirement more; a FAIL is added to the list `failure`."""
     if status is Verdict.PASS:
         return area.model_copy(update={"passed": area.passed + 1})
-    if status in (Verdict.FAIL, Verdict.XFAIL, Verdict.ERROR, Verdict.XPASS):
+    if status in FAILURES:
         which = failure if status is Verdict.FAIL else "failed"
         return area.model_copy(update={which: [*getattr(area, which), name]})
     if status is Verdict.BLOCKED:

@@ -6,6 +6,7 @@ Each finding is a file, docs/results/findings/<id>.yaml.
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
@@ -93,7 +94,7 @@ class Finding(_Part):
     connector: str = Field(description="entry of the catalogue")
     rows: list[str] = Field(
         default=[],
-        description="entries of the catalogue whose failures it explains; default: `connector`",
+        description="entries of the catalogue whose failures it may explain; default: `connector`",
     )
     family: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$", description="the page that shows it")
     title: str = Field(min_length=10)
@@ -106,6 +107,13 @@ class Finding(_Part):
     requirements: list[str] = Field(min_length=1)
     case: str = Field(
         description="id of a case or live scenario, or path of a case below docs/results/cases/"
+    )
+    cases: list[str] = Field(
+        default=[], description="other cases (ids, globs) that fail for the same cause"
+    )
+    lines: list[str] = Field(
+        default=[],
+        description="parts of `function: source line`, where failures of this cause are raised",
     )
     engines: dict[str, str] = Field(min_length=1, description="engine: what was seen on it")
     wrong_tokens: bool = Field(description="a run without an error returns wrong tokens")
@@ -144,9 +152,18 @@ class Finding(_Part):
             raise ValueError("wrong_tokens and severity.effect contradict each other")
         return self
 
-    def explains(self, entry: str, requirement: str) -> bool:
-        """Return whether failures of a requirement in an entry's rows may rest on this finding."""
+    def names(self, entry: str, requirement: str) -> bool:
+        """Return whether it is about this requirement in an entry's rows."""
         return requirement in self.requirements and entry in (self.rows or [self.connector])
+
+    def fits(self, case: str, line: str | None) -> bool:
+        """Return whether a failure may have this cause; `line` raised it, if one did.
+
+        If both are known, the line decides: a case may fail for another cause, too.
+        """
+        if line is not None and self.lines:
+            return any(part in line for part in self.lines)
+        return any(fnmatchcase(case, each) for each in (self.case, *self.cases))
 
 
 STATUSES = {

@@ -16,6 +16,7 @@ from kvconform.contract.requirement import Source
 from kvconform.dev import registered
 from kvconform.dev.example import ROOT
 from kvconform.dev.results import basis
+from kvconform.dev.results.basis import Basis
 from kvconform.dev.results.digest import Area, Digest
 from kvconform.dev.results.finding import STATUSES, Finding
 from kvconform.judge.aggregate import called
@@ -23,6 +24,8 @@ from kvconform.live.random import PAIR_REQUESTS
 from kvconform.report.pages import render
 
 ENGINES = ("reference", "vllm", "live")
+LISTED = 5
+"""How many cases a cell names."""
 
 
 def family(entry: str) -> str:
@@ -99,6 +102,7 @@ def _family(
             for status, heading in STATUSES.items()
         ],
         bases=basis.bases(both, findings),
+        risks=basis.risks(both, findings),
         notes=notes,
     )
 
@@ -106,13 +110,17 @@ def _family(
 def _page(template: str, spec: Spec, findings: Sequence[Finding], /, **values: Any) -> str:
     filters: dict[str, Callable[..., Any]] = {
         "areas": _areas,
+        "cases": _cases,
         "cell": _cell,
+        "explained": basis.explained_by,
         "failed": _failed,
         "family": family,
         "installed": _installed,
         "link": _link,
         "loads": _loads,
         "named": _named,
+        "rests": _rests,
+        "risks": _risks,
         "rules": lambda finding: _rules(finding, spec),
         "severity": _severity,
         "unexplained": lambda digest: ", ".join(basis.unexplained(digest, findings)),
@@ -185,6 +193,34 @@ def _verdict(digest: Digest) -> str:
 
 def _failed(digest: Digest) -> str:
     return ", ".join(basis.failed(digest))
+
+
+def _risks(digest: Digest) -> str:
+    return ", ".join(basis.at_risk(digest)) if digest.knows_risks else "not recorded"
+
+
+def _rests(each: Basis) -> str:
+    """Return the findings that explain a failed requirement or a risk, in one line."""
+    parts = []
+    if each.unexplained:
+        parts.append("**unexplained**" if each.status == "confirmed" else "no finding")
+    parts += [_stated(finding, each) for finding in each.fitting]
+    if each.named:
+        named = ", ".join(_stated(finding, each) for finding in each.named)
+        parts.append(f"by requirement only: {named}")
+    return "; ".join(parts)
+
+
+def _stated(finding: Finding, each: Basis) -> str:
+    """Return a link to a finding, with its status unless that is the one that explains."""
+    status = "" if finding.status == each.status else f"{finding.status}: "
+    return f"{status}{_named(finding)} ({_severity(finding)})"
+
+
+def _cases(names: Sequence[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:LISTED])
+    more = len(names) - LISTED
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _named(finding: Finding) -> str:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvconform.contract.loader import Spec
@@ -31,13 +31,17 @@ class Column:
 
 @dataclass(frozen=True)
 class Line:
-    """A requirement's row in the matrix: in each cell, the number of runs by verdict."""
+    """A requirement's row in the matrix: in each cell, the number of runs by verdict.
+
+    `unreached` are runs about it that did not reach their situation.
+    """
 
     requirement: str
     level: str
     kind: str
     text: str
     cells: list[Counts]
+    unreached: Sequence[str] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -65,8 +69,10 @@ class Area:
         return any(line.verdict is Verdict.FAIL for line in self.lines)
 
 
-def areas(rows: Sequence[Row], spec: Spec) -> list[Area]:
-    """Return the matrix of each area, sorted by name."""
+def areas(
+    rows: Sequence[Row], spec: Spec, unreached: Mapping[str, Sequence[str]] | None = None
+) -> list[Area]:
+    """Return the matrix of each area, sorted by name; `unreached` is as in Aggregate."""
     runs: dict[tuple[str, str], set[str]] = {}
     cells: dict[str, dict[tuple[str, str], list[Verdict]]] = {}
     levels: dict[str, tuple[str, str]] = {}
@@ -82,6 +88,6 @@ def areas(rows: Sequence[Row], spec: Spec) -> list[Area]:
         area = requirement.area if requirement else name.partition(".")[0]
         text = " ".join(requirement.text.split()) if requirement else ""
         own = [counted(cells[name].get(place, ())) for place in sorted(runs)]
-        line = Line(name, *levels[name], text, own)
+        line = Line(name, *levels[name], text, own, (unreached or {}).get(name, ()))
         found.setdefault(area, Area(area, columns, [])).lines.append(line)
     return [found[name] for name in sorted(found)]

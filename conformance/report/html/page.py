@@ -126,7 +126,7 @@ def make(collector: Collector, header: HeaderLine, summary: Summary, rows: Seque
     return Page(
         header=header,
         summary=summary,
-        areas=areas(rows, collector.spec),
+        areas=areas(rows, collector.spec, summary.extra.get("unreached")),
         causes=shown,
         stories={name: story for name, story in stories.items() if story},
         errors=_errors(rows),
