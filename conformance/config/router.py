@@ -21,7 +21,11 @@ class Router:
     """The router of vLLM's examples. It makes nothing itself: the producer's answer is passed on.
 
     `request` is a name that is unique in one run. `producer` is the producer's engine id.
+    `shares_ids`: both engines get the client's request under one X-Request-Id. Their ids then
+    differ in the random suffix of vLLM's input processor only.
     """
+
+    shares_ids = False
 
     def prefill(self, request: str, producer: str) -> Params:
         """Return the kv_transfer_params of a request to the producer."""
@@ -36,6 +40,12 @@ class Router:
         return returned
 
 
+class SameId(Router):
+    """A router of producers that find the consumer's request by its id, as NIXL's pushes do."""
+
+    shares_ids = True
+
+
 class Checked:
     """A router that was named by the setting `router`, or None for vLLM's own.
 
@@ -45,6 +55,7 @@ class Checked:
     def __init__(self, name: str | None) -> None:
         self.name = name
         self._router = Router() if name is None else _load(name)
+        self.shares_ids = bool(getattr(self._router, "shares_ids", False))
 
     def prefill(self, request: str, producer: str) -> Params:
         """Return what `Router.prefill` does."""

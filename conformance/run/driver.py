@@ -263,7 +263,7 @@ class Driver:
 
         The engine knows an ended request as long as the connector holds its blocks.
         """
-        req_id = add.id or add.req
+        req_id = self._id_of(add)
         self._iterate_until(lambda: req_id not in self.engine.scheduler.requests)
         tokens = self._prompt(add)
         state = self.state
@@ -307,6 +307,10 @@ class Driver:
         )
         state.requests[add.req] = Snapshot(request)
         self.engine.add(request)
+
+    def _id_of(self, add: Add) -> str:
+        """Return the id that the engine has for a request that is added."""
+        return add.id or add.req
 
     def _other_model(self) -> str | None:
         """Return the name of the model if a restart has changed it."""

@@ -24,7 +24,7 @@ from kvconform.contract.steps import Add, Handed
 from kvconform.contract.trace import Event, PairTrace, Trace
 from kvconform.engine.configs import engine_id_of
 from kvconform.engine.engine import Engine
-from kvconform.kv.provenance import ROOT, PartMemory, extend
+from kvconform.kv.provenance import ROOT, PartMemory, extend, text_id
 from kvconform.observe.call import Call
 from kvconform.run.driver import Driver
 from kvconform.run.records import common_prefix
@@ -83,7 +83,7 @@ class Handovers:
         if self.driver.engine.connector is None:
             return None
         of = self.state.ids[handed.of]
-        req = add.id or add.req
+        req = self.state.ids[add.req]
         stale = ""
         if handed.alter:
             stale = "altered"
@@ -317,6 +317,13 @@ class PairDriver(Driver):
     def _turn_to(self, name: str) -> None:
         self.trace.on = name
         self.engine = self.engines[name]
+
+    def _id_of(self, add: Add) -> str:
+        if add.id or not self.router.shares_ids:
+            return super()._id_of(add)
+        base = add.req if add.handed is None else add.handed.of
+        # The suffix is as long as the one of vLLM's input processor, but the same in every run.
+        return f"{base}-{text_id(add.req) % 2**32:08x}"
 
     def _asking_for_transfer(self, add: Add) -> dict[str, Any]:
         producer = self.engine_ids[self.trace.on or ""]
