@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvconform.refimpl.variants.peer import DONE, Peer
+from kvconform.refimpl.variants.peer import Peer
 
 
 class Router:
