@@ -73,6 +73,12 @@ class Settings(BaseModel):
     capabilities: dict[str, Any] = Field(
         default={}, description="declared capabilities, over those that the class declares"
     )
+    router: str | None = Field(
+        default=None,
+        pattern=r"^[\w.]+:\w+$",
+        description="package.module:Class that makes the kv_transfer_params of a producer's and a "
+        "consumer's requests, in place of vLLM's example proxies (docs/guide-connector-authors.md)",
+    )
     half: Literal["both", "scheduler"] = Field(
         default="both", description="scheduler: judge the scheduler half alone"
     )

@@ -29,6 +29,7 @@ class Target:
       that does nothing.
     - `device`: where the KV cache is.
     - `adapters`: in force wherever the connector runs.
+    - `router`: `package.module:Class` that makes the parameters of transfers, or None for vLLM's.
     """
 
     connector: str | None
@@ -39,6 +40,7 @@ class Target:
     half: str = "both"
     device: Device = "cpu"
     adapters: tuple[str, ...] = ()
+    router: str | None = None
 
     @property
     def name(self) -> str:

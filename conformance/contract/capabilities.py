@@ -135,6 +135,11 @@ CAPABILITIES: dict[str, Capability] = {
         _YES_NO,
         "hands KV from a producer to a consumer engine, by the requests' kv_transfer_params",
     ),
+    "notes": Capability(
+        False,
+        _YES_NO,
+        "its consumer tells the producer when it needs the KV no longer (else a lease ends it)",
+    ),
     "roles": Capability(
         ("kv_both",),
         (tuple[str, ...] | list[str], "a list of names"),

@@ -120,6 +120,11 @@ def run_id(tmp: Path) -> str:
     return f"{text_id(str(tmp)):016x}"
 
 
+def engine_id_of(variant: Variant, tmp: Path) -> str:
+    """Return the id of a run's engine. Connectors that store in memory use it as a key."""
+    return f"kvconform-{variant.case.id}-{run_id(tmp)}{variant.case.config.suffix}"
+
+
 def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector: bool) -> Any:
     """Return the VllmConfig of a variant."""
     settings = variant.case.config
@@ -127,8 +132,7 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
     if with_connector:
         role = target.role or settings.role
         options = target.options(tmp, variant.block_size)
-        # One id per run: connectors that store in memory use it as a key.
-        engine_id = f"kvconform-{variant.case.id}-{run_id(tmp)}{settings.suffix}"
+        engine_id = engine_id_of(variant, tmp)
         transfer = cached_transfer_config(
             (target.name, role, target.module, settings.load_failure_policy),
             options,

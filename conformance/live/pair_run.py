@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from kvconform.adapters.registry import ENVIRONMENT as ADAPTERS
+from kvconform.config.router import Checked, Params
 from kvconform.config.target import Target
 from kvconform.contract.case import Variant
-from kvconform.contract.scenario import HAND_OVER, Scenario
+from kvconform.contract.scenario import Scenario
 from kvconform.contract.trace import Event
 from kvconform.live import trace as traces
 from kvconform.live.baseline import Plains
@@ -67,6 +68,8 @@ class Pair:
         self.requests = list(zip(names, scenario.requests, strict=True))
         self.answers: list[Answer] = []
         self.stale: dict[str, str] = {}
+        self.router = Checked(target.router)
+        self.sent: dict[str, Params] = {}
         self.resets: list[bool] = []
         self.engines = {name: self._engine(name, target, scenario, model, book) for name in ROLES}
 
@@ -81,7 +84,7 @@ class Pair:
         assert transfer is not None
         transfer |= {
             "kv_role": ROLES[name],
-            "engine_id": f"kvconform-{name}-{self.tmp.name}",
+            "engine_id": self.engine_id(name),
             "kv_load_failure_policy": scenario.on_failure,
         }
         job = Job(
@@ -108,6 +111,10 @@ class Pair:
             environment[EMULATE] = "1"
         return PairEngine(name, job, tmp, environment)
 
+    def engine_id(self, name: str) -> str:
+        """Return the id of the engine `name`."""
+        return f"kvconform-{name}-{self.tmp.name}"
+
     # -- the proxy
     def prefill(
         self, name: str, label: str = "", abort: int | None = None
@@ -121,12 +128,14 @@ class Pair:
     def begin(self, name: str, label: str = "", abort: int | None = None) -> str:
         """Send a prompt to the producer; return the request's id there."""
         ask = Ask(id=f"p/{name}{label}", tokens=self.plain.answers[name].prompt, out=1, abort=abort)
-        self.engines["p"].ask(ask, dict(HAND_OVER))
+        self.sent[ask.id] = self.router.prefill(ask.id, self.engine_id("p"))
+        self.engines["p"].ask(ask, self.sent[ask.id])
         return ask.id
 
-    def offered(self, there: str) -> dict[str, Any] | None:
-        """Wait for the producer's answer, and return its kv_transfer_params."""
-        return self.engines["p"].answer(there, patience(LIMIT))[1]
+    def offered(self, there: str) -> Params:
+        """Wait for the producer's answer, and return the consumer's kv_transfer_params."""
+        returned = self.engines["p"].answer(there, patience(LIMIT))[1]
+        return self.router.decode(there, self.engine_id("p"), self.sent[there], returned)
 
     def decode(
         self,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import CAPABILITIES, complete
@@ -205,12 +205,16 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     learn("composite", composite)
     hybrid = issubclass(cls, SupportsHMA) and (not composite or _children_keep_hybrid(target, tmp))
     learn("hma", hybrid)
-    if "transfer" not in caps:
+    if not {"transfer", "notes"} <= set(caps):
         roles = set(caps.get("roles", PAIR))
-        hands_over = roles >= PAIR and not composite and hands_kv_over(target, tmp)
-        learn("transfer", hands_over)
-        if hands_over:
-            learn("roles", ["kv_both", *sorted(PAIR)])
+        may_transfer = roles >= PAIR and not composite and caps.get("transfer", True)
+        found = hand_over(target, tmp) if may_transfer else NOTHING
+        if "transfer" not in caps:
+            learn("transfer", found.hands_over)
+            if found.hands_over:
+                learn("roles", ["kv_both", *sorted(PAIR)])
+        if "notes" not in caps:
+            learn("notes", found.notes)
     learn("fault_injection", hasattr(cls, "kvconform_fail_load"))
     if not takes_every_stage(cls):
         learn("pipeline_parallel", False)
@@ -279,14 +283,28 @@ PAIR = {"kv_producer", "kv_consumer"}
 """Roles of two engines of which one hands KV to the other."""
 
 
-def hands_kv_over(target: Target, tmp: Path) -> bool:
-    """Return whether a producer returns parameters for a consumer, when a proxy asks for them."""
+class HandOver(NamedTuple):
+    """Result of a request that a producer was asked to hand over to a consumer.
+
+    `hands_over`: the consumer got parameters. `notes`: the producer released what it held when the
+    consumer had loaded it, before any lease ran out.
+    """
+
+    hands_over: bool
+    notes: bool
+
+
+NOTHING = HandOver(hands_over=False, notes=False)
+
+
+def hand_over(target: Target, tmp: Path) -> HandOver:
+    """Return what comes of one request that a router sends to a producer and to a consumer."""
     from kvconform.compat.vllm_api import KVConnectorBase_V1
 
     cls = target.resolve()
     hooks = ("request_finished", "request_finished_all_groups")
     if target.role is not None or not any(_own(cls, hook, KVConnectorBase_V1) for hook in hooks):
-        return False
+        return NOTHING
     case = Case.model_validate(
         {
             "id": "internal.hand-over",
@@ -306,7 +324,11 @@ def hands_kv_over(target: Target, tmp: Path) -> bool:
     )
     variant = Variant(case, "reference", "sync", "v1", 1, case.config.block_size)
     run = run_variant(variant, target, seed=0, tmp=tmp / "hand-over")
-    return any(e["kind"] == "pair.params" and not e["none"] for e in run.trace)
+    ends = [e for e in run.trace if e["kind"] == "pair.request"]
+    return HandOver(
+        hands_over=any(e["kind"] == "pair.params" and not e["none"] for e in run.trace),
+        notes=any(e["held"] and e["released"] and not e["gone"] for e in ends),
+    )
 
 
 def takes_every_stage(cls: type[Any]) -> bool:

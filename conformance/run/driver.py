@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from kvconform.compat.step import AnyText, build_request
+from kvconform.config.router import Checked
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import tolerance
 from kvconform.contract.case import Case, Variant
 from kvconform.contract.events import lifecycle, run_end
-from kvconform.contract.scenario import HAND_OVER
 from kvconform.contract.steps import (
     Add,
     Continue,
@@ -38,6 +38,7 @@ from kvconform.contract.steps import (
 from kvconform.contract.steps import Run as RunArgument
 from kvconform.contract.trace import Event, Trace
 from kvconform.engine.batch import FIRST_TOKEN, VOCABULARY, Info, Script
+from kvconform.engine.configs import engine_id_of
 from kvconform.engine.engine import Engine
 from kvconform.engine.setup import build
 from kvconform.kernels.codes import mix64
@@ -118,6 +119,7 @@ class Driver:
         self.state = RunState.resume(
             before, variant=variant, trace=trace, caps=caps, promises=promises
         )
+        self.router = Checked(target.router)
         self.damager = Damager(tmp, trace)
         self.controls = Controls(self.state)
         self.inputs = 0
@@ -261,7 +263,7 @@ class Driver:
 
         The engine knows an ended request as long as the connector holds its blocks.
         """
-        req_id = add.id or add.req
+        req_id = self._id_of(add)
         self._iterate_until(lambda: req_id not in self.engine.scheduler.requests)
         tokens = self._prompt(add)
         state = self.state
@@ -306,6 +308,10 @@ class Driver:
         state.requests[add.req] = Snapshot(request)
         self.engine.add(request)
 
+    def _id_of(self, add: Add) -> str:
+        """Return the id that the engine has for a request that is added."""
+        return add.id or add.req
+
     def _other_model(self) -> str | None:
         """Return the name of the model if a restart has changed it."""
         first, now = self.variant.case.config.model, self.running.case.config.model
@@ -313,9 +319,14 @@ class Driver:
 
     def _params(self, add: Add) -> dict[str, Any] | None:
         """Return the kv_transfer_params of a request that is added."""
-        handing_over = HAND_OVER if add.hand_over else {}
+        handing_over = self._asking_for_transfer(add) if add.hand_over else {}
         forbidding = {self.state.caps["skip_save"]: True} if add.skip_save else {}
-        return {**handing_over, **forbidding, **add.params} or None
+        return {**add.params, **forbidding, **handing_over} or None
+
+    def _asking_for_transfer(self, add: Add) -> dict[str, Any]:
+        """Return the parameters with which the router asks that a request is handed over."""
+        producer = engine_id_of(self.running, self.tmp)
+        return self.router.prefill(self.state.ids[add.req], producer) or {}
 
     def _step(self, count: int) -> None:
         for _ in range(count):

@@ -94,6 +94,10 @@ class Expectations:
         return bool(loaded or caps["store"] or caps["synthesises_kv"] or engines)
 
     def _applies(self, expectation: Expectation) -> bool:
+        arg = expectation.arg
+        # Only a load that failed ends a request with an error; a connector may load nothing for it.
+        if getattr(arg, "finish", None) == "error" and not self._has_loads(arg.req):
+            return False
         # A lookup that is not decided yet legitimately shifts every step after it.
         if expectation.what in ("state", "rows") and self._undecided():
             return False
@@ -206,6 +210,9 @@ class Expectations:
     def _prompt_len(self, req: str, generation: int) -> int:
         names = [name for name in self.state.adds if self.state.ids[name] == req]
         return len(self.state.prompts[names[generation]])
+
+    def _has_loads(self, name: str) -> bool:
+        return any(e["external"] > 0 for e in self._of("alloc", name))
 
     def _loads(self, arg: Any) -> str | None:
         loads = sum(e["external"] > 0 for e in self._of("alloc", arg.req))

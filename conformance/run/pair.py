@@ -18,11 +18,13 @@ from typing import Any
 
 import msgspec
 
+from kvconform.config.router import Params
 from kvconform.contract.case import Config
 from kvconform.contract.steps import Add, Handed
 from kvconform.contract.trace import Event, PairTrace, Trace
+from kvconform.engine.configs import engine_id_of
 from kvconform.engine.engine import Engine
-from kvconform.kv.provenance import ROOT, PartMemory, extend
+from kvconform.kv.provenance import ROOT, PartMemory, extend, text_id
 from kvconform.observe.call import Call
 from kvconform.run.driver import Driver
 from kvconform.run.records import common_prefix
@@ -55,7 +57,9 @@ class Handovers:
         self.trace = trace
         self.driver = driver
         self.state = driver.state
-        self.returned: dict[str, dict[str, Any] | None] = {}
+        self.asked: dict[str, tuple[str, Params]] = {}
+        """The producer's engine id, and the parameters sent to it, by the request's name."""
+        self.returned: dict[str, Params] = {}
         self.handed: dict[str, Handover] = {}
         self.sampled: dict[str, int | None] = {}
 
@@ -70,23 +74,28 @@ class Handovers:
         self.sampled[request.request_id] = next(iter(request.output_token_ids), None)
         self.returned[request.request_id] = call.result[1] if call.legal else None
 
-    def take(self, handed: Handed, on: str, add: Add) -> dict[str, Any] | None:
+    def take(self, handed: Handed, on: str, add: Add) -> Params:
         """Return the parameters for request `add` of engine `on`.
 
-        They pass through msgpack, as from engine to front end, and through JSON, as from front end
-        to client.
+        What the producer returned passes through msgpack, as from engine to front end, and through
+        JSON, as from front end to router.
         """
         if self.driver.engine.connector is None:
             return None
         of = self.state.ids[handed.of]
-        req = add.id or add.req
+        req = self.state.ids[add.req]
         stale = ""
         if handed.alter:
             stale = "altered"
         elif any(earlier.of == of for earlier in self.handed.values()):
             stale = "replayed"
-        params, problem = _through_json(self.returned.get(of))
         ended = self._ended(of)
+        returned, problem = _through_json(self.returned.get(of))
+        has_ended = ended is not None and ended["status"] in FINISHED
+        params = returned
+        if handed.of in self.asked and has_ended:
+            producer, sent = self.asked[handed.of]
+            params = self.driver.router.decode(of, producer, sent, returned)
         if params is not None or ended is not None:
             self.handed[req] = Handover(on, add.req, req, handed.of, of, stale)
         tokens = [params[name] for name in FIRST_TOKEN if params and name in params]
@@ -97,7 +106,7 @@ class Handovers:
             generation=0,
             of=of,
             asked=self.state.adds[handed.of].hand_over,
-            finished=ended is not None and ended["status"] in FINISHED,
+            finished=has_ended,
             none=params is None,
             json=problem,
             first_token=next((token for token in tokens if isinstance(token, int)), None),
@@ -106,7 +115,7 @@ class Handovers:
         if params is None:
             return None
         altered = {name: value for name, value in handed.alter.items() if name in params}
-        return {**params, **add.params, **altered}
+        return {**add.params, **params, **altered}
 
     def _ended(self, req: str) -> Event | None:
         """Return the latest req.finished event of a request, or None."""
@@ -232,7 +241,7 @@ class Handovers:
         )
 
 
-def _through_json(params: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str | None]:
+def _through_json(params: Params) -> tuple[Params, str | None]:
     """Return what arrives at the other engine, and what is wrong with it, or None."""
     if params is None:
         return None, None
@@ -270,6 +279,7 @@ class PairDriver(Driver):
         self.memories = {name: PartMemory(self.state.memory) for name in self.roles}
         self.handovers = Handovers(self.trace, self)
         self.engines = {}
+        self.engine_ids: dict[str, str] = {}
         self.trace.emit("run.engines", engines=self.roles)
         for name in self.roles:
             self.trace.on = name
@@ -288,6 +298,7 @@ class PairDriver(Driver):
         config = EngineConfig(**{**given, "role": self.roles[name], "name": name})
         case = self.variant.case.model_copy(update={"config": config})
         variant = dataclasses.replace(self.variant, case=case)
+        self.engine_ids[name] = engine_id_of(variant, self.tmp)
         target = dataclasses.replace(self.target, role=None)
         engine = self._build(variant, target, self.memories[name])
         delivery = None if engine.connector is None else bool(engine.connector.requires_kv_delivery)
@@ -306,6 +317,19 @@ class PairDriver(Driver):
     def _turn_to(self, name: str) -> None:
         self.trace.on = name
         self.engine = self.engines[name]
+
+    def _id_of(self, add: Add) -> str:
+        if add.id or not self.router.shares_ids:
+            return super()._id_of(add)
+        base = add.req if add.handed is None else add.handed.of
+        # The suffix is as long as the one of vLLM's input processor, but the same in every run.
+        return f"{base}-{text_id(add.req) % 2**32:08x}"
+
+    def _asking_for_transfer(self, add: Add) -> dict[str, Any]:
+        producer = self.engine_ids[self.trace.on or ""]
+        sent = self.router.prefill(self.state.ids[add.req], producer)
+        self.handovers.asked[add.req] = (producer, sent)
+        return sent or {}
 
     def _params(self, add: Add) -> dict[str, Any] | None:
         if add.handed is None:

@@ -35,6 +35,7 @@ def target_of(settings: Settings) -> Target:
         half=settings.half,
         device=settings.target_device,
         adapters=tuple(settings.adapters),
+        router=settings.router,
     )
 
 

@@ -11,6 +11,7 @@ Options:
 - `delay`: polls that a pull takes.
 - `patience`: polls until a pull fails whose KV is not offered (yet).
 - `whole_blocks`: leave the rest of the prompt's last block to the consumer.
+- `notes`: tell the producer when its KV is not needed any more; if not, only the lease ends it.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class Peer(Decoy):
         self.delay = extra.get("delay", 1)
         self.patience = extra.get("patience", 3)
         self.whole_blocks = extra.get("whole_blocks", False)
+        self.notes = extra.get("notes", True)
         self.produces = self._kv_transfer_config.is_kv_producer
         self.consumes = self._kv_transfer_config.is_kv_consumer
         self._size = vllm_config.cache_config.block_size
@@ -178,9 +180,7 @@ class Peer(Decoy):
         has_consumer = self.produces and params.get("do_remote_decode")
         if not has_consumer or request.status not in DONE or not block_ids:
             return False, None
-        # Unique, even if clients reuse request ids.
-        self._serial += 1
-        key = f"{req}/{self._serial}"
+        key = self._key(request)
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self._offers[key] = (req, list(block_ids[: -(-tokens // self._size)]))
         return True, {
@@ -195,6 +195,11 @@ class Peer(Decoy):
             "first_token": request.output_token_ids[0],
             "tp_size": 1,
         }
+
+    def _key(self, request: Any) -> str:
+        """Return the key of an offer: unique, even if clients reuse request ids."""
+        self._serial += 1
+        return f"{request.request_id}/{self._serial}"
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = PeerMetadata(self._offers, self._pulls)
@@ -244,7 +249,8 @@ class Peer(Decoy):
             for mine, theirs in zip(pull.blocks, source, strict=False):
                 layer[mine] = board.layers[name][theirs]
         self._invalid |= set(pull.blocks[len(source) :])
-        board.done.append(pull.key)
+        if self.notes:
+            board.done.append(pull.key)
 
     def _failed(self, pull: Pull) -> None:
         """Note the blocks of a failed pull: the engine will compute them."""

@@ -19,7 +19,7 @@ They cover, by section of systems.md:
 - C10: counters (`metered`);
 - C9: layers on streams, with few staging buffers (`STREAMED`, `staged`).
 
-Disaggregated prefill (B13) needs two engines: `peer.py` and `pusher.py`, run by
+Disaggregated prefill (B13) needs two engines: `peer.py`, `pusher.py` and `routed.py`, run by
 `tests/run/test_pairs.py`.
 """
 

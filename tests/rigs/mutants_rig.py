@@ -7,7 +7,6 @@ A program of its own: the process must not have imported the connector.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from kvconform.compat.installed import check_vllm
@@ -36,8 +35,8 @@ def by_hand(server: Server, text: str) -> Mutation:
     return Mutation(Site(module, "", text, ""), Edit(at, at, f"{text}; "), (line, line), source)
 
 
-def main(folder: Path) -> None:
-    """Judge the mutants; write below `folder`."""
+def main() -> None:
+    """Judge the mutants, and print the results."""
     reference = subject("reference")
     small = Subject(
         id="small",
@@ -51,7 +50,7 @@ def main(folder: Path) -> None:
     with Server(
         small, load_spec(), vllm, Path.cwd(), explore=0, cases=CASES, hook_timeout=2.0
     ) as server:
-        server.start(folder / "original.json")
+        server.start()
         mutations = [
             each for each in all_of(server) if any(text in str(each.site) for text in WANTED)
         ]
@@ -74,4 +73,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -175,3 +175,15 @@ def test_a_stimulus_that_did_not_happen_is_no_event(tmp_path: Path) -> None:
         "loads: 1, expected at least 9",
     ]
     assert not select(run.trace, "case.expectation")
+
+
+def test_an_error_is_expected_only_of_a_request_that_loads(tmp_path: Path) -> None:
+    """A connector may load nothing, and then no load can fail (policy `fail`)."""
+    loads_nothing: Expectation = {"outputs": {"req": "a", "finish": "error"}}
+    run = run_case(REFERENCE, STEPS, tmp_path / "none", config=CONFIG, expect=[loads_nothing])
+    assert run.harness_error is None, run.harness_error
+    assert select(run.trace, "case.expectation") == []
+    loads: Expectation = {"outputs": {"req": "c", "finish": "error"}}
+    holds, detail = evaluate(loads, tmp_path / "some")
+    assert not holds
+    assert detail == "c ended as FINISHED_LENGTH_CAPPED, expected FINISHED_ERROR"

@@ -26,9 +26,16 @@ from kvconform.run.runner import run_variant
 PEER = "kvconform.refimpl.variants.peer:Peer"
 PEER_TO_PEER = "kvconform.refimpl.variants.neighbours:PeerToPeer"
 PUSHER = "kvconform.refimpl.variants.pusher:Pusher"
+ROUTED = "kvconform.refimpl.variants.routed:Routed"
+ROUTER = "kvconform.refimpl.variants.routed:Router"
 SPEC = load_spec()
 CASES = [case for case in SPEC.cases.values() if case.area == "transfer"]
-OPTIONS: list[dict[str, Any]] = [{}, {"lease": 4, "delay": 2}, {"whole_blocks": True}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"lease": 4, "delay": 2},
+    {"whole_blocks": True},
+    {"lease": 12, "notes": False},
+]
 
 
 def variants(case: Case) -> list[Variant]:
@@ -62,6 +69,15 @@ def test_a_producer_that_pushes_chunk_by_chunk_fails_nothing(case: Case, tmp_pat
         assert [row for row in report.rows if row.verdict == "FAIL"] == []
         # Nothing is held, so there is nothing to give up.
         assert bool(report.unmet) == (case.id == "transfer.late")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_a_pair_whose_router_makes_the_parameters_fails_nothing(case: Case, tmp_path: Path) -> None:
+    for number, variant in enumerate(variants(case)):
+        target = Target(ROUTED, {}, router=ROUTER)
+        report = run_and_judge(variant, target, SPEC, seed=number, tmp=tmp_path / str(number))
+        assert report.harness_error is None
+        assert [row for row in report.rows if row.verdict in ("FAIL", "WARN")] == []
 
 
 def test_what_a_lease_gave_up_before_the_request_came_is_not_owed(tmp_path: Path) -> None:

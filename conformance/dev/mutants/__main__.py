@@ -8,6 +8,7 @@ docs/mutants/SUBJECT.jsonl; a later run continues there. `--pages` writes docs/m
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,10 +17,11 @@ import typer
 from kvconform.config.limits import in_seconds
 from kvconform.config.settings import parse
 from kvconform.dev.mutants import page
-from kvconform.dev.mutants.campaign import Choice, judge
+from kvconform.dev.mutants.campaign import Choice, Judging, all_of, chosen, judge, original_of
 from kvconform.dev.mutants.result import Result
 from kvconform.dev.mutants.subject import lacks, subject, subjects
 from kvconform.errors import KvconformError
+from kvconform.execute import choice as executors
 
 ROOT = Path.cwd()
 
@@ -66,6 +68,11 @@ def main(
     cache: Annotated[Path, typer.Option(help="folder for what the originals do")] = Path(
         "build/mutants"
     ),
+    jobs: Annotated[int | None, typer.Option(min=1, help="workers; default: one per CPU")] = None,
+    where: Annotated[
+        str | None,
+        typer.Option("--executor", help="processes, here, or a Ray cluster (docs/scale.md)"),
+    ] = None,
     listed: Annotated[bool, typer.Option("--list", help="list the mutants, and run none")] = False,
     pages: Annotated[bool, typer.Option(help="write docs/mutants.md, and run none")] = False,
     check: Annotated[
@@ -85,29 +92,25 @@ def main(
             if problem is not None:
                 print(f"{each.id}: UNSUPPORTED: {problem}", flush=True)
                 continue
-            _run(each.id, choice, results, cache, explore, tuple(case or ()), listed=listed)
+            judging = Judging(each.id, str(ROOT), explore, tuple(case or ()))
+            _run(judging, choice, results, cache, executors.parse(where), jobs, listed=listed)
     except (KvconformError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
 def _run(
-    name: str,
+    judging: Judging,
     choice: Choice,
     folder: Path,
     cache: Path,
-    explore: float,
-    cases: tuple[str, ...],
+    where: executors.Choice,
+    jobs: int | None,
     *,
     listed: bool,
 ) -> None:
-    from kvconform.compat.installed import check_vllm
-    from kvconform.contract.loader import load_spec
-    from kvconform.dev.mutants.campaign import all_of, chosen
-    from kvconform.dev.mutants.server import Server
-
-    vllm, _ = check_vllm()
-    with Server(subject(name), load_spec(), vllm, ROOT, explore=explore, cases=cases) as server:
+    name = judging.subject
+    with judging.server(ROOT) as server:
         mutations = all_of(server)
         mine = chosen(mutations, choice)
         print(f"{name}: {len(mine)} of {len(mutations)} mutants", flush=True)
@@ -115,26 +118,19 @@ def _run(
             for each in mine:
                 print("", each.site, *each.diff(), sep="\n")
             return
-        server.start(cache / f"{name}.json")
-        original = server.original
-        if not original.seconds:
-            raise KvconformError(f"{name}: the original does not run: {original.errors[0]}")
-        seconds = sum(original.seconds.values())
-        print(
-            f"{name}: the original fails {len(original.failed)} in {len(original.seconds)} runs"
-            f" ({seconds:.0f} s), {len(original.skipped)} runs judge nothing",
-            *original.failed,
-            *original.errors,
-            sep="\n  ",
-            flush=True,
-        )
-        for _ in judge(
-            server,
-            choice,
-            folder / f"{name}.jsonl",
-            lambda result: print(shown(result), flush=True),
-        ):
-            pass
+        original = original_of(judging, server, cache / f"{name}.json", where)
+    seconds = sum(original.seconds.values())
+    print(
+        f"{name}: the original fails {len(original.failed)} in {len(original.seconds)} runs"
+        f" ({seconds:.0f} s), {len(original.skipped)} runs judge nothing",
+        *original.failed,
+        *original.errors,
+        sep="\n  ",
+        flush=True,
+    )
+    judging = replace(judging, original=original)
+    for result in judge(judging, mine, choice, folder / f"{name}.jsonl", where, jobs):
+        print(shown(result), flush=True)
 
 
 if __name__ == "__main__":

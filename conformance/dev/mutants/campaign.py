@@ -3,17 +3,26 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvconform.config.settings import Shard
+from kvconform.dev.mutants import original as recorded
 from kvconform.dev.mutants import result as results
-from kvconform.dev.mutants.mutation import Mutation, digest
+from kvconform.dev.mutants.mutation import Mutation, Site, digest
+from kvconform.dev.mutants.original import Original
 from kvconform.dev.mutants.result import Result
 from kvconform.dev.mutants.sites import mutations_of
+from kvconform.dev.mutants.subject import subject
+from kvconform.errors import EnvironmentProblem
+from kvconform.execute.choice import Choice as Where
+from kvconform.execute.choice import executor
+from kvconform.execute.work import Place
 
 if TYPE_CHECKING:
     from kvconform.dev.mutants.server import Server  # imports torch
@@ -70,19 +79,96 @@ def left(mutations: Iterable[Mutation], done: Iterable[Result], *, again: bool) 
     return [each for each in mutations if (each.site, digest(each.source)) not in known]
 
 
+ORIGINAL = "original"
+
+
+@dataclass(frozen=True)
+class Judging:
+    """Description of workers that judge the mutants of a subject (kvconform.execute.work.Work).
+
+    A piece is a Mutation; its result is a Result. That of the piece ORIGINAL is the Original.
+
+    - `root`: the repository. `explore`, `cases`: as for Server.
+    - `original`: None: each worker examines it when it starts.
+    - `killers`: sites whose mutants were killed, and the runs that killed them.
+    """
+
+    subject: str
+    root: str
+    explore: float
+    cases: tuple[str, ...] = ()
+    original: Original | None = None
+    killers: tuple[tuple[Site, str], ...] = ()
+    fresh: bool = False
+    packages: tuple[str, ...] = ()
+    gpus: int = 0
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The repository: the settings of some subjects lie there."""
+        return (self.root,)
+
+    @contextmanager
+    def worker(self, place: Place) -> Iterator[Callable[[Mutation | str], Result | Original]]:
+        """Start a Server in this process."""
+        with self.server(Path(place.here(self.root))) as server:
+            server.start(self.original)
+            for site, run in self.killers:
+                server.killers.add(site, run)
+            yield lambda piece: server.original if isinstance(piece, str) else server.judge(piece)
+
+    def server(self, root: Path) -> Server:
+        """Make a Server that is not started: it knows the sources."""
+        from kvconform.compat.installed import check_vllm
+        from kvconform.contract.loader import load_spec
+        from kvconform.dev.mutants.server import Server
+
+        vllm, _ = check_vllm()
+        return Server(
+            subject(self.subject), load_spec(), vllm, root, explore=self.explore, cases=self.cases
+        )
+
+
+def original_of(judging: Judging, server: Server, cache: Path, where: Where) -> Original:
+    """Return the subject's original from the file `cache`, or examine it and write the file.
+
+    KvconformError if it does not run.
+    """
+    known = recorded.read(cache, server.key)
+    if known is not None:
+        return known
+    with executor(where, judging, "mutants", 1) as workers:
+        ((_, found),) = workers.run([ORIGINAL])
+    if not isinstance(found, Original):
+        raise EnvironmentProblem(f"{judging.subject}: the original ended its process {found}")
+    if not found.seconds:
+        raise EnvironmentProblem(f"{judging.subject}: it does not run: {found.errors[0]}")
+    found.save(cache)
+    return found
+
+
 def judge(
-    server: Server, choice: Choice, path: Path, progress: Callable[[Result], None]
+    judging: Judging,
+    mutations: Sequence[Mutation],
+    choice: Choice,
+    path: Path,
+    where: Where,
+    jobs: int | None,
 ) -> Iterator[Result]:
-    """Judge the chosen mutants that have no result yet; yield and record each result."""
-    done = [each for each in results.read(path) if each.subject == server.subject.id]
-    for each in done:
-        if each.outcome == "killed" and each.run and not each.explored:
-            server.killers.add(each.site, each.run)
+    """Judge the mutants that have no result in `path` yet; record and yield each result.
+
+    `jobs`: workers; None: as many as the executor has room for.
+    """
+    done = [each for each in results.read(path) if each.subject == judging.subject]
+    killed = (each for each in done if each.outcome == "killed" and each.run and not each.explored)
+    judging = replace(judging, killers=tuple((each.site, each.run) for each in killed))
     began = time.monotonic()
-    for mutation in left(chosen(all_of(server), choice), done, again=choice.again):
-        if choice.seconds is not None and time.monotonic() - began > choice.seconds:
-            return
-        result = server.judge(mutation)
-        results.append(path, result)
-        progress(result)
-        yield result
+    coming = itertools.takewhile(
+        lambda _: choice.seconds is None or time.monotonic() - began <= choice.seconds,
+        left(mutations, done, again=choice.again),
+    )
+    with executor(where, judging, "mutants", jobs) as workers:
+        for _, result in workers.run(coming):
+            if isinstance(result, Result):  # a worker that died has not judged its mutant
+                results.append(path, result)
+                yield result

@@ -21,7 +21,6 @@ from typing import Any
 from kvconform.config.selection import select, suite_digest
 from kvconform.config.settings import Settings
 from kvconform.contract.loader import Spec
-from kvconform.dev.mutants import original as recorded
 from kvconform.dev.mutants import result as results
 from kvconform.dev.mutants.child import EXPLORING, FAR_LESS, Job, Message, serve, warm
 from kvconform.dev.mutants.mutation import Mutation, digest
@@ -85,21 +84,22 @@ class Server:
         """Return the original source of one of the subject's modules."""
         return self._paths[module].read_bytes()
 
-    def start(self, cache: Path) -> None:
-        """Import vLLM, make the baseline runs, and run the original, or read it from `cache`."""
-        warm()
+    @property
+    def key(self) -> str:
+        """Identity of the original, its configurations, and the suite that judges it."""
         key = "-".join(
             [self.suite, f"{self.explore:g}", *self._cases, self.subject.model_dump_json()]
         )
         key += "".join(digest(self.source(module)) for module in self.subject.modules)
-        known = recorded.read(cache, digest(key.encode()))
+        return digest(key.encode())
+
+    def start(self, original: Original | None = None) -> None:
+        """Import vLLM, make the baseline runs, and run the original unless it is given."""
+        warm()
         self._make_plain()
         gc.collect()
         gc.freeze()
-        if known is None:
-            known = self._examine(digest(key.encode()))
-            known.save(cache)
-        self.original = known
+        self.original = original or self._examine(self.key)
 
     def _make_plain(self) -> None:
         """Make the run without a connector of every variant, which all mutants share."""

@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def found() -> dict[str, dict[str, Any]]:
     """The results of the rig's mutants, by a part of their site."""
     sources = {path: path.read_bytes() for path in (ROOT / "refimpl").glob("*.py")}
     command = [sys.executable, str(ROOT / "tests" / "rigs" / "mutants_rig.py")]
     done = subprocess.run(
-        [*command, str(tmp_path_factory.mktemp("mutants"))],
+        command,
         capture_output=True,
         text=True,
         timeout=600,
