@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Circumstances of a failure: what had not come up in its run before it.
+"""Circumstances of a failure: what had not come up in its run until then.
 
 A usual cause that needs such a circumstance is ruled out.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
 from kvconform.contract.trace import Event
@@ -16,6 +17,11 @@ _CAME_UP: dict[str, Callable[[Event], bool]] = {
     "placeholders": lambda e: e["kind"] == "req.scheduled" and bool(e.get("placeholders")),
     "reset": lambda e: e["kind"] == "cache.reset",
     "abort": lambda e: e["kind"] == "req.state" and e["to"] == "FINISHED_ABORTED",
+    "write over a hit": lambda e: (
+        e["kind"] == "kv.changed" and bool(e["shared"] or e["over_computed"])
+    ),
+    "write to block 0": lambda e: e["kind"] == "kv.changed" and bool(e["null_block"]),
+    "kernel blocks": lambda e: e["kind"] == "kv.registered" and e["kernel_blocks"] > 1,
 }
 """How each circumstance shows in a trace."""
 
@@ -25,6 +31,9 @@ WORDS = {
     "placeholders": ("placeholder",),
     "reset": ("reset",),
     "abort": ("abort",),
+    "write over a hit": ("over the local hit",),
+    "write to block 0": ("null block",),
+    "kernel blocks": ("kernel block",),
 }
 """Beginnings of words by which a usual cause (`wrong` of a requirement) names a circumstance."""
 
@@ -47,8 +56,13 @@ def possible(wrong: str, ruled_out: Iterable[str]) -> str:
     """
     words = tuple(word for name in ruled_out for word in WORDS.get(name, ()))
     parts = [part.strip().removeprefix("or ") for part in wrong.strip().rstrip(".").split(";")]
-    left = [part for part in parts if part and not any(word in part.lower() for word in words)]
+    left = [part for part in parts if part and not any(_has(part, word) for word in words)]
     if not left:
         return ""
     text = "; ".join([*left[:-1], "or " + left[-1]]) if len(left) > 1 else left[0]
     return f"{text[0].upper()}{text[1:]}."
+
+
+def _has(text: str, word: str) -> bool:
+    """Return whether a word of `text` begins with `word`; handle_preemptions is one word."""
+    return re.search(rf"\b{re.escape(word)}", text, re.IGNORECASE) is not None

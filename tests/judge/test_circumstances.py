@@ -17,6 +17,9 @@ EVENTS: dict[str, dict[str, Any]] = {
     "placeholders": {"kind": "req.scheduled", "drafts": 0, "placeholders": 1},
     "reset": {"kind": "cache.reset"},
     "abort": {"kind": "req.state", "to": "FINISHED_ABORTED"},
+    "write over a hit": {"kind": "kv.changed", "shared": [4], "over_computed": [], "null_block": []},
+    "write to block 0": {"kind": "kv.changed", "shared": [], "over_computed": [], "null_block": [1]},
+    "kernel blocks": {"kind": "kv.registered", "kernel_blocks": 3},
 }
 
 
@@ -26,10 +29,12 @@ def test_a_circumstance_is_known_from_then_on(name: str) -> None:
         {"kind": "req.state", "to": "RUNNING", "seq": 0},
         {"kind": "req.scheduled", "drafts": 0, "placeholders": 0, "seq": 1},
         {"kind": "engine.lifecycle", "op": "start", "seq": 2},
+        {"kind": "kv.registered", "kernel_blocks": 1, "seq": 3},
+        {"kind": "kv.changed", "shared": [], "over_computed": [], "null_block": [], "seq": 4},
     ]
-    trace = [*quiet, {**EVENTS[name], "seq": 3}]
-    assert set(absent(trace, 2)) == set(WORDS)
-    assert set(absent(trace, 3)) == set(WORDS) - {name}
+    trace = [*quiet, {**EVENTS[name], "seq": 5}]
+    assert set(absent(trace, 4)) == set(WORDS)
+    assert set(absent(trace, 5)) == set(WORDS) - {name}
 
 
 def test_causes_that_need_what_is_absent_are_dropped() -> None:
@@ -38,6 +43,31 @@ def test_causes_that_need_what_is_absent_are_dropped() -> None:
     assert possible(WRONG, ("preemption", "drafts")) == "Copies on a thread."
     assert possible("Keeps a table over a preemption.", ("preemption",)) == ""
     assert possible("", ("preemption",)) == ""
+
+
+def test_only_the_beginning_of_a_word_names_a_circumstance() -> None:
+    text = "Reads metadata in handle_preemptions."
+    assert possible(text, ("preemption",)) == text
+
+
+@pytest.mark.parametrize(
+    ("requirement", "came_up", "shown", "hidden"),
+    [
+        ("load.only-grant", "write over a hit", "over the local hit", "null block"),
+        ("load.only-grant", "write to block 0", "null block", "local hit"),
+        ("load.only-grant", "kernel blocks", "smaller kernel blocks", "local hit"),
+        ("load.only-grant", "abort", "aborted", "preempted"),
+        ("hook.no-raise", "placeholders", "counts placeholders", ""),
+        ("hook.no-raise", "drafts", "handle_preemptions", "placeholders"),
+    ],
+)
+def test_the_causes_that_a_failure_leaves_possible(
+    requirement: str, came_up: str, shown: str, hidden: str
+) -> None:
+    wrong = load_spec().requirements[requirement].wrong or ""
+    text = possible(wrong, [name for name in WORDS if name != came_up])
+    assert shown in text
+    assert not hidden or hidden not in text
 
 
 def test_every_word_rules_something_out() -> None:
