@@ -14,7 +14,9 @@ from kvconform.contract.trace import Event
 _CAME_UP: dict[str, Callable[[Event], bool]] = {
     "preemption": lambda e: e["kind"] == "req.state" and e["to"] == "PREEMPTED",
     "drafts": lambda e: e["kind"] == "req.scheduled" and bool(e.get("drafts")),
-    "placeholders": lambda e: e["kind"] == "req.scheduled" and bool(e.get("placeholders")),
+    "placeholders": lambda e: (
+        e["kind"] in ("req.scheduled", "req.interrupted") and bool(e.get("placeholders"))
+    ),
     "reset": lambda e: e["kind"] == "cache.reset",
     "abort": lambda e: e["kind"] == "req.state" and e["to"] == "FINISHED_ABORTED",
     "write over a hit": lambda e: (
@@ -38,11 +40,14 @@ WORDS = {
 """Beginnings of words by which a usual cause (`wrong` of a requirement) names a circumstance."""
 
 
-def absent(trace: Iterable[Event], until: int) -> tuple[str, ...]:
-    """Return the circumstances that had not come up when the event with seq `until` happened."""
+def absent(trace: Iterable[Event], failure: Event) -> tuple[str, ...]:
+    """Return the circumstances that had not come up until the end of the failure's step.
+
+    What a hook was called with is recorded after the hook, which may already fail by it.
+    """
     missing = dict(_CAME_UP)
     for event in trace:
-        if event["seq"] > until or not missing:
+        if event["seq"] > failure["seq"] and event["step"] != failure["step"]:
             break
         for name in [name for name, came_up in missing.items() if came_up(event)]:
             del missing[name]

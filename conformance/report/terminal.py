@@ -40,6 +40,8 @@ ANSWER = {
 MORE = " (report.html has all of it; -v prints it here)"
 LISTED = 4
 """Number of runs, cases or tracebacks that are listed by name."""
+UNREACHED = 3
+"""Number of runs that are listed with the situation that they did not reach."""
 
 
 def header(
@@ -247,18 +249,22 @@ def _errors(
 
 
 def _unmet(console: Console, reports: Iterable[CaseReport]) -> None:
-    """Print how many runs did not reach the situation that they test."""
+    """Print how many runs did not reach the situation that they test, and the first of them."""
     unmet = [report for report in reports if report.unmet]
     if not unmet:
         return
-    first = f"{unmet[0].variant}: {unmet[0].unmet[0]}"
     if len(unmet) == 1:
         text = "1 run did not reach the situation it tests"
     else:
         text = f"{many(len(unmet), 'run')} did not reach the situation they test"
     text += "; a store that is small, not persistent or written late is one reason"
     console.print()
-    for line in wrapped(f"{text} (first: {first})", console.width):
+    lines = wrapped(text, console.width)
+    for report in unmet[:UNREACHED]:
+        lines += wrapped(f"{report.variant}: {report.unmet[0]}", console.width, "  ", "    ")
+    if len(unmet) > UNREACHED:
+        lines.append(f"  and {len(unmet) - UNREACHED} more (report.html names all)")
+    for line in lines:
         console.print(Text(line, style="dim"), soft_wrap=True)
 
 

@@ -32,9 +32,20 @@ def test_a_circumstance_is_known_from_then_on(name: str) -> None:
         {"kind": "kv.registered", "kernel_blocks": 1, "seq": 3},
         {"kind": "kv.changed", "shared": [], "over_computed": [], "null_block": [], "seq": 4},
     ]
-    trace = [*quiet, {**EVENTS[name], "seq": 5}]
-    assert set(absent(trace, 4)) == set(WORDS)
-    assert set(absent(trace, 5)) == set(WORDS) - {name}
+    quiet = [{**event, "step": 1} for event in quiet]
+    trace = [*quiet, {**EVENTS[name], "seq": 5, "step": 2}]
+    assert set(absent(trace, trace[4])) == set(WORDS)
+    assert set(absent(trace, trace[5])) == set(WORDS) - {name}
+    trace[5]["step"] = 1
+    assert name not in absent(trace, trace[4]), "what is recorded later in the step counts"
+
+
+def test_placeholders_come_up_in_a_step_that_a_hook_cuts_short() -> None:
+    trace = [
+        {"kind": "hook.returned", "hook": "build_connector_meta", "seq": 0, "step": 2},
+        {"kind": "req.interrupted", "placeholders": 1, "seq": 1, "step": 2},
+    ]
+    assert "placeholders" not in absent(trace, trace[0])
 
 
 def test_causes_that_need_what_is_absent_are_dropped() -> None:
