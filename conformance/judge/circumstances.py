@@ -54,14 +54,17 @@ def absent(trace: Iterable[Event], failure: Event) -> tuple[str, ...]:
     return tuple(missing)
 
 
-def possible(wrong: str, ruled_out: Iterable[str]) -> str:
+def possible(wrong: str, ruled_out: Iterable[str], hook: str | None = None) -> str:
     """Return the usual causes in `wrong` that need none of the circumstances `ruled_out`.
 
-    `wrong` is a sentence of alternatives, separated by semicolons.
+    `wrong` is a sentence of alternatives, separated by semicolons. `hook`: only those that show in
+    this hook, or that name none.
     """
     words = tuple(word for name in ruled_out for word in WORDS.get(name, ()))
     parts = [part.strip().removeprefix("or ") for part in wrong.strip().rstrip(".").split(";")]
     left = [part for part in parts if part and not any(_has(part, word) for word in words)]
+    if hook is not None:
+        left = [part for part in left if hook in (names := _hooks(part)) or not names]
     if not left:
         return ""
     text = "; ".join([*left[:-1], "or " + left[-1]]) if len(left) > 1 else left[0]
@@ -71,3 +74,9 @@ def possible(wrong: str, ruled_out: Iterable[str]) -> str:
 def _has(text: str, word: str) -> bool:
     """Return whether a word of `text` begins with `word`; handle_preemptions is one word."""
     return re.search(rf"\b{re.escape(word)}", text, re.IGNORECASE) is not None
+
+
+def _hooks(text: str) -> list[str]:
+    """Return the hooks of `in first_hook, second_hook or third_hook` in a text."""
+    listed = re.search(r"\bin (\w+_\w+(?:(?:,| or) \w+_\w+)*)", text)
+    return re.split(r", | or ", listed[1]) if listed is not None else []
