@@ -39,7 +39,7 @@ SILENT = (
     "the requirements of these areas did not come up or do not apply here;"
     " cases of the same name judge other areas"
 )
-"""What it means that an area has no verdict. Cases about preemption mostly judge loads and saves."""
+"""What it means that an area has no verdict: most cases about preemption judge loads and saves."""
 COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
     ("requirement", "left"),
     ("level", "left"),

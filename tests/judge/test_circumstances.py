@@ -12,14 +12,15 @@ from kvconform.contract.loader import load_spec
 from kvconform.judge.circumstances import WORDS, absent, possible
 
 WRONG = "Copies on a thread; keeps a block table over a preemption; or forgets Drafts."
+WRITTEN = {"kind": "kv.changed", "shared": [], "over_computed": [], "null_block": []}
 EVENTS: dict[str, dict[str, Any]] = {
     "preemption": {"kind": "req.state", "to": "PREEMPTED"},
     "drafts": {"kind": "req.scheduled", "drafts": 2, "placeholders": 0},
     "placeholders": {"kind": "req.scheduled", "drafts": 0, "placeholders": 1},
     "reset": {"kind": "cache.reset"},
     "abort": {"kind": "req.state", "to": "FINISHED_ABORTED"},
-    "write over a hit": {"kind": "kv.changed", "shared": [4], "over_computed": [], "null_block": []},
-    "write to block 0": {"kind": "kv.changed", "shared": [], "over_computed": [], "null_block": [1]},
+    "write over a hit": {**WRITTEN, "shared": [4]},
+    "write to block 0": {**WRITTEN, "null_block": [1]},
     "kernel blocks": {"kind": "kv.registered", "kernel_blocks": 3},
 }
 
@@ -31,7 +32,7 @@ def test_a_circumstance_is_known_from_then_on(name: str) -> None:
         {"kind": "req.scheduled", "drafts": 0, "placeholders": 0, "seq": 1},
         {"kind": "engine.lifecycle", "op": "start", "seq": 2},
         {"kind": "kv.registered", "kernel_blocks": 1, "seq": 3},
-        {"kind": "kv.changed", "shared": [], "over_computed": [], "null_block": [], "seq": 4},
+        {**WRITTEN, "seq": 4},
     ]
     quiet = [{**event, "step": 1} for event in quiet]
     trace = [*quiet, {**EVENTS[name], "seq": 5, "step": 2}]
