@@ -22,6 +22,10 @@ _CAME_UP: dict[str, Callable[[Event], bool]] = {
     "write over a hit": lambda e: (
         e["kind"] == "kv.changed" and bool(e["shared"] or e["over_computed"])
     ),
+    "write to a lost block": lambda e: (
+        e["kind"] == "kv.changed"
+        and bool(e["unallocated"] or e["other_request"] or e["over_computed"])
+    ),
     "write to block 0": lambda e: e["kind"] == "kv.changed" and bool(e["null_block"]),
     "kernel blocks": lambda e: e["kind"] == "kv.registered" and e["kernel_blocks"] > 1,
 }
@@ -34,6 +38,7 @@ WORDS = {
     "reset": ("reset",),
     "abort": ("abort",),
     "write over a hit": ("over the local hit",),
+    "write to a lost block": ("request go on",),
     "write to block 0": ("null block",),
     "kernel blocks": ("kernel block",),
 }
