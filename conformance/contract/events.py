@@ -625,9 +625,10 @@ _kind(
     "kv.registered",
     "harness",
     "required:str? possible:list? layout:str told:str? shape:list strides:list "
-    "context_ranks:int own_shape:list? own_strides:list?",
+    "context_ranks:int kernel_blocks:int own_shape:list? own_strides:list?",
     "KV tensors: the layout that the class requires, the possible layouts (None: all), "
-    "the layout in the KVCacheConfig (told), the ranks that a block's tokens are split over; "
+    "the layout in the KVCacheConfig (told), the ranks that a block's tokens are split over, "
+    "the kernel blocks of each block (1: blocks are not split); "
     "own = by vLLM's own code.",
 )
 WRITES = (

@@ -27,6 +27,7 @@ from kvconform.contract.references import Evidence, digest, key
 from kvconform.contract.requirement import Model, Source, Version, version_key
 from kvconform.contract.yaml12 import parse
 from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.words import many
 
 if TYPE_CHECKING:
     from kvconform.contract.loader import Spec
@@ -320,7 +321,10 @@ def _version() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run `update [--check]`; return 1 if --check finds a stale file, 2 for other arguments."""
+    """Run `update [--check]`; return 1 if --check finds a stale file, 2 for other arguments.
+
+    `update` prints which files it wrote, or that nothing changed.
+    """
     from kvconform.contract.loader import load_spec
 
     given = sys.argv[1:] if arguments is None else arguments
@@ -344,7 +348,9 @@ def main(arguments: list[str] | None = None) -> int:
         return int(bool(stale))
     for name in stale:
         (folder / name).write_text(texts[name], encoding="utf-8")
-        print(f"{folder / name}: as in vLLM {_version()}")
+        print(f"wrote spec/{name}, as in vLLM {_version()}")
+    if not stale:
+        print(f"nothing changed: {many(len(texts), 'file')} of spec/ as in vLLM {_version()}")
     return 0
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Circumstances of a failure: what had not come up in its run before it.
+"""Circumstances of a failure: what had not come up in its run until then.
 
 A usual cause that needs such a circumstance is ruled out.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
 from kvconform.contract.trace import Event
@@ -13,9 +14,20 @@ from kvconform.contract.trace import Event
 _CAME_UP: dict[str, Callable[[Event], bool]] = {
     "preemption": lambda e: e["kind"] == "req.state" and e["to"] == "PREEMPTED",
     "drafts": lambda e: e["kind"] == "req.scheduled" and bool(e.get("drafts")),
-    "placeholders": lambda e: e["kind"] == "req.scheduled" and bool(e.get("placeholders")),
+    "placeholders": lambda e: (
+        e["kind"] in ("req.scheduled", "req.interrupted") and bool(e.get("placeholders"))
+    ),
     "reset": lambda e: e["kind"] == "cache.reset",
     "abort": lambda e: e["kind"] == "req.state" and e["to"] == "FINISHED_ABORTED",
+    "write over a hit": lambda e: (
+        e["kind"] == "kv.changed" and bool(e["shared"] or e["over_computed"])
+    ),
+    "write to a lost block": lambda e: (
+        e["kind"] == "kv.changed"
+        and bool(e["unallocated"] or e["other_request"] or e["over_computed"])
+    ),
+    "write to block 0": lambda e: e["kind"] == "kv.changed" and bool(e["null_block"]),
+    "kernel blocks": lambda e: e["kind"] == "kv.registered" and e["kernel_blocks"] > 1,
 }
 """How each circumstance shows in a trace."""
 
@@ -25,30 +37,51 @@ WORDS = {
     "placeholders": ("placeholder",),
     "reset": ("reset",),
     "abort": ("abort",),
+    "write over a hit": ("over the local hit",),
+    "write to a lost block": ("request go on",),
+    "write to block 0": ("null block",),
+    "kernel blocks": ("kernel block",),
 }
 """Beginnings of words by which a usual cause (`wrong` of a requirement) names a circumstance."""
 
 
-def absent(trace: Iterable[Event], until: int) -> tuple[str, ...]:
-    """Return the circumstances that had not come up when the event with seq `until` happened."""
+def absent(trace: Iterable[Event], failure: Event) -> tuple[str, ...]:
+    """Return the circumstances that had not come up until the end of the failure's step.
+
+    What a hook was called with is recorded after the hook, which may already fail by it.
+    """
     missing = dict(_CAME_UP)
     for event in trace:
-        if event["seq"] > until or not missing:
+        if event["seq"] > failure["seq"] and event["step"] != failure["step"]:
             break
         for name in [name for name, came_up in missing.items() if came_up(event)]:
             del missing[name]
     return tuple(missing)
 
 
-def possible(wrong: str, ruled_out: Iterable[str]) -> str:
+def possible(wrong: str, ruled_out: Iterable[str], hook: str | None = None) -> str:
     """Return the usual causes in `wrong` that need none of the circumstances `ruled_out`.
 
-    `wrong` is a sentence of alternatives, separated by semicolons.
+    `wrong` is a sentence of alternatives, separated by semicolons. `hook`: only those that show in
+    this hook, or that name none.
     """
     words = tuple(word for name in ruled_out for word in WORDS.get(name, ()))
     parts = [part.strip().removeprefix("or ") for part in wrong.strip().rstrip(".").split(";")]
-    left = [part for part in parts if part and not any(word in part.lower() for word in words)]
+    left = [part for part in parts if part and not any(_has(part, word) for word in words)]
+    if hook is not None:
+        left = [part for part in left if hook in (names := _hooks(part)) or not names]
     if not left:
         return ""
     text = "; ".join([*left[:-1], "or " + left[-1]]) if len(left) > 1 else left[0]
     return f"{text[0].upper()}{text[1:]}."
+
+
+def _has(text: str, word: str) -> bool:
+    """Return whether a word of `text` begins with `word`; handle_preemptions is one word."""
+    return re.search(rf"\b{re.escape(word)}", text, re.IGNORECASE) is not None
+
+
+def _hooks(text: str) -> list[str]:
+    """Return the hooks of `in first_hook, second_hook or third_hook` in a text."""
+    listed = re.search(r"\bin (\w+_\w+(?:(?:,| or) \w+_\w+)*)", text)
+    return re.split(r", | or ", listed[1]) if listed is not None else []

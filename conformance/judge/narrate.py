@@ -13,6 +13,7 @@ from kvconform.judge.describe import cause, describe, headline, hook_of, place
 from kvconform.judge.leases import lease_of
 from kvconform.judge.ranks import reports_of
 from kvconform.judge.records import Row, Verdict
+from kvconform.judge.strays import loader
 
 
 def narrate(
@@ -36,7 +37,7 @@ def narrate(
         row.cause = cause(event, again=again)
         row.place = place(event)
         row.hook = hook_of(event)
-        row.absent = absent(trace, row.event)
+        row.absent = absent(trace, event)
         parts: list[str | None] = []
         if relate is None or event["kind"] == relate.event:
             sentence = describe(event)
@@ -48,6 +49,9 @@ def narrate(
             row.headline = headline(event, row.requirement, row.side, again=again)
         if (owner := claimed(trace, event)) is not None:
             parts.append(owner[1])
+        if row.req is None and (loading := loader(trace, event)) is not None:
+            row.req = loading
+            parts.append(f"the only load at that time was that of {loading}")
         if requirement.respond is not None:
             parts.append(_stall_of(trace))
         awaited = requirement.respond.then.event if requirement.respond is not None else None

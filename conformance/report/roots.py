@@ -4,7 +4,8 @@
 A failure is a consequence if others, of earlier stages, failed in each of its runs. What block
 tables tell goes before the order of stages: a save and a load that went wrong by one outdated table
 are one mistake, and the load says more about it. So is a load of which one failure tells where the
-bytes were, and another one only that they are not there.
+bytes were, and another one only that they are not there. So is a load that wrote elsewhere and, in
+the same step, left out what it was to bring.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from kvconform.judge.records import Row, Verdict
+from kvconform.judge.strays import LOADING
 from kvconform.report.causes import by_cause
 from kvconform.report.stage import Stage, stage
 
@@ -22,6 +24,7 @@ UNANNOUNCED = "events.complete"
 PICKLABLE, BLOCK_STATE = "meta.picklable", "meta.block-state-dropped"
 CLAIMS = ("lookup.identity", "lookup.truth")
 """Requirements on lookups: what is claimed wrongly was not announced for this request either."""
+ASTRAY, MISSING = "load.only-grant", "load.complete-or-failed"
 MOVING = (Stage.SAVE, Stage.LOAD)
 """Stages in which a connector copies KV."""
 
@@ -140,7 +143,8 @@ def _leader(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | No
 
     That is a load which went wrong by the same outdated table as a save, or a load of which `group`
     does not tell what went wrong, or lookups that find what was stored, and announced, for others,
-    or metadata that does not pickle because of the block state in it.
+    or metadata that does not pickle because of the block state in it, or a load that wrote
+    elsewhere what it left out.
     """
     first = group[0]
     if first.requirement == UNANNOUNCED:
@@ -148,6 +152,8 @@ def _leader(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | No
     if first.requirement == PICKLABLE:
         state = (one for one in groups if one[0].requirement == BLOCK_STATE)
         return next((one for one in state if _all_in(group, one, _of_event)), None)
+    if first.requirement == MISSING and (astray := _written_elsewhere(group, groups)) is not None:
+        return astray
     for other in groups:
         tells = stage(other[0]) is Stage.LOAD and other[0].side is not None
         if other is group or not tells or not _may_hide(other[0], first):
@@ -156,6 +162,19 @@ def _leader(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | No
             return other
         if stage(first) is Stage.LOAD and first.side is None and _all_in(group, other, _of_load):
             return other
+    return None
+
+
+def _written_elsewhere(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
+    """Return the writes outside of loads by hooks that load, of the same loads as all of `group`.
+
+    Only one load was going on then, so what it wrote elsewhere is what is missing.
+    """
+    for other in groups:
+        if other[0].requirement == ASTRAY and _may_hide(other[0], group[0]):
+            loads = [row for row in other if row.hook in LOADING]
+            if _all_in(group, loads, _of_load):
+                return other
     return None
 
 

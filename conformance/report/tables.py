@@ -35,6 +35,11 @@ COUNTED = {
     Verdict.DISABLED,
 }
 """Statuses that the tables only count. Errors have a section of their own."""
+SILENT = (
+    "the requirements of these areas did not come up or do not apply here;"
+    " cases of the same name judge other areas"
+)
+"""What it means that an area has no verdict: most cases about preemption judge loads and saves."""
 COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
     ("requirement", "left"),
     ("level", "left"),
@@ -44,7 +49,7 @@ COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
 
 
 def print_lines(console: Console, collector: Collector, found: Aggregate) -> None:
-    """Print a line per area in which a requirement was exercised, and the names of the others."""
+    """Print a line per area with a verdict, and the names of the others."""
     console.print()
     held = 0
     broken: list[str] = []
@@ -71,7 +76,8 @@ def print_lines(console: Console, collector: Collector, found: Aggregate) -> Non
     if parts:
         paragraph(console, "the engine", ", ".join(parts), indent=14)
     if silent:
-        paragraph(console, "not exercised", ", ".join(silent), indent=14)
+        text = f"{', '.join(silent)}: {SILENT}"
+        paragraph(console, "no verdict", text, indent=14)
 
 
 def _not_counting(names: Sequence[str], found: Aggregate) -> list[str]:

@@ -40,6 +40,8 @@ ANSWER = {
 MORE = " (report.html has all of it; -v prints it here)"
 LISTED = 4
 """Number of runs, cases or tracebacks that are listed by name."""
+UNREACHED = 3
+"""Number of runs that are listed with the situation that they did not reach."""
 
 
 def header(
@@ -247,23 +249,24 @@ def _errors(
 
 
 def _unmet(console: Console, reports: Iterable[CaseReport], found: Aggregate) -> None:
-    """Print how many runs did not reach the situation that they test, and what they are about."""
+    """Print which runs did not reach the situation that they test, and what they are about."""
     unmet = [report for report in reports if report.unmet]
     if not unmet:
         return
-    first = f"{unmet[0].variant}: {unmet[0].unmet[0]}"
-    if len(unmet) == 1:
-        text = "1 run did not reach the situation it tests"
-    else:
-        text = f"{many(len(unmet), 'run')} did not reach the situation they test"
+    whose = "it tests" if len(unmet) == 1 else "they test"
+    text = f"{many(len(unmet), 'run')} did not reach the situation {whose}"
     text += "; a store that is small, not persistent or written late is one reason"
-    text += f" (first: {first})"
     if found.unreached:
         shown = ", ".join(list(found.unreached)[:LISTED])
         more = len(found.unreached) - LISTED
         text += f". They did not exercise {shown}" + (f" and {more} more" if more > 0 else "")
     console.print()
-    for line in wrapped(text, console.width):
+    lines = wrapped(text, console.width)
+    for report in unmet[:UNREACHED]:
+        lines += wrapped(f"{report.variant}: {report.unmet[0]}", console.width, "  ", "    ")
+    if len(unmet) > UNREACHED:
+        lines.append(f"  and {len(unmet) - UNREACHED} more (report.html names all)")
+    for line in lines:
         console.print(Text(line, style="dim"), soft_wrap=True)
 
 

@@ -149,6 +149,30 @@ def test_another_vllm_is_compared(vllm: Callable[[str], None]) -> None:
     assert drift.collect(spec)[f"{FILE}: Scheduler.land"] == spec.sources[f"{FILE}: Scheduler.land"]
 
 
+def test_update_says_what_it_wrote(
+    vllm: Callable[[str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("kvconform.contract.loader.load_spec", lambda: small("Scheduler.schedule"))
+    monkeypatch.setattr("kvconform.spec.__path__", [str(tmp_path)])
+    vllm(SCHEDULER)
+    assert drift.main(["update"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in said] == [
+        "wrote spec/sources.yaml",
+        "wrote spec/hooks.yaml",
+    ]
+    written = {file: file.read_bytes() for file in tmp_path.glob("*.yaml")}
+    assert drift.main(["update"]) == 0
+    assert capsys.readouterr().out.startswith("nothing changed")
+    assert written == {file: file.read_bytes() for file in tmp_path.glob("*.yaml")}
+    vllm(SCHEDULER.replace("return 1", "return 2"))
+    assert drift.main(["update"]) == 0
+    assert capsys.readouterr().out == "wrote spec/sources.yaml, as in vLLM 0.32.0\n"
+
+
 def test_the_command_fails_when_there_is_something_to_read(
     vllm: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

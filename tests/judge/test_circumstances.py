@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,12 +12,18 @@ from kvconform.contract.loader import load_spec
 from kvconform.judge.circumstances import WORDS, absent, possible
 
 WRONG = "Copies on a thread; keeps a block table over a preemption; or forgets Drafts."
+KINDS = ("shared", "over_computed", "null_block", "unallocated", "other_request")
+WRITTEN: dict[str, Any] = {"kind": "kv.changed", **{kind: [] for kind in KINDS}}
 EVENTS: dict[str, dict[str, Any]] = {
     "preemption": {"kind": "req.state", "to": "PREEMPTED"},
     "drafts": {"kind": "req.scheduled", "drafts": 2, "placeholders": 0},
     "placeholders": {"kind": "req.scheduled", "drafts": 0, "placeholders": 1},
     "reset": {"kind": "cache.reset"},
     "abort": {"kind": "req.state", "to": "FINISHED_ABORTED"},
+    "write over a hit": {**WRITTEN, "shared": [4]},
+    "write to a lost block": {**WRITTEN, "unallocated": [9]},
+    "write to block 0": {**WRITTEN, "null_block": [1]},
+    "kernel blocks": {"kind": "kv.registered", "kernel_blocks": 3},
 }
 
 
@@ -26,10 +33,31 @@ def test_a_circumstance_is_known_from_then_on(name: str) -> None:
         {"kind": "req.state", "to": "RUNNING", "seq": 0},
         {"kind": "req.scheduled", "drafts": 0, "placeholders": 0, "seq": 1},
         {"kind": "engine.lifecycle", "op": "start", "seq": 2},
+        {"kind": "kv.registered", "kernel_blocks": 1, "seq": 3},
+        {**WRITTEN, "seq": 4},
     ]
-    trace = [*quiet, {**EVENTS[name], "seq": 3}]
-    assert set(absent(trace, 2)) == set(WORDS)
-    assert set(absent(trace, 3)) == set(WORDS) - {name}
+    quiet = [{**event, "step": 1} for event in quiet]
+    trace = [*quiet, {**EVENTS[name], "seq": 5, "step": 2}]
+    assert set(absent(trace, trace[4])) == set(WORDS)
+    assert set(absent(trace, trace[5])) == set(WORDS) - {name}
+    trace[5]["step"] = 1
+    assert name not in absent(trace, trace[4]), "what is recorded later in the step counts"
+
+
+def test_placeholders_come_up_in_a_step_that_a_hook_cuts_short() -> None:
+    trace = [
+        {"kind": "hook.returned", "hook": "build_connector_meta", "seq": 0, "step": 2},
+        {"kind": "req.interrupted", "placeholders": 1, "seq": 1, "step": 2},
+    ]
+    assert "placeholders" not in absent(trace, trace[0])
+
+
+def test_a_cause_that_shows_in_another_hook_is_dropped() -> None:
+    text = "Asserts in one_hook, other_hook or third_hook; or waits for a lock."
+    assert possible(text, (), "third_hook") == text
+    assert possible(text, (), "other_hook") == text
+    assert possible(text, (), "fourth_hook") == "Waits for a lock."
+    assert possible(text, ()) == text
 
 
 def test_causes_that_need_what_is_absent_are_dropped() -> None:
@@ -38,6 +66,35 @@ def test_causes_that_need_what_is_absent_are_dropped() -> None:
     assert possible(WRONG, ("preemption", "drafts")) == "Copies on a thread."
     assert possible("Keeps a table over a preemption.", ("preemption",)) == ""
     assert possible("", ("preemption",)) == ""
+
+
+def test_only_the_beginning_of_a_word_names_a_circumstance() -> None:
+    text = "Reads metadata in handle_preemptions."
+    assert possible(text, ("preemption",)) == text
+
+
+@pytest.mark.parametrize(
+    ("requirement", "hook", "came_up", "expected"),
+    [
+        ("load.only-grant", None, "write over a hit", r"Copies .* over the local hit\."),
+        ("load.only-grant", None, "write to block 0", r"Takes the null block .*"),
+        ("load.only-grant", None, "kernel blocks", r"Takes block ids .* kernel blocks\."),
+        ("load.only-grant", None, "abort, write to a lost block", r"Lets [^;]* aborted [^;]*"),
+        ("load.only-grant", None, "abort, preemption", ""),
+        ("load.only-grant", None, "drafts", ""),
+        ("hook.no-raise", "build_connector_meta", "placeholders", r"Slices .*; or indexes .*"),
+        ("hook.no-raise", "build_connector_meta", "drafts", r"Slices [^;]*"),
+        ("hook.no-raise", "handle_preemptions", "drafts", r"Reads metadata [^;]*"),
+        ("hook.no-raise", "request_finished", "drafts", r"Asserts [^;]*; or slices [^;]*"),
+        ("hook.no-raise", "save_kv_layer", "placeholders", ""),
+    ],
+)
+def test_the_causes_that_a_failure_leaves_possible(
+    requirement: str, hook: str | None, came_up: str, expected: str
+) -> None:
+    wrong = load_spec().requirements[requirement].wrong or ""
+    text = possible(wrong, [name for name in WORDS if name not in came_up.split(", ")], hook)
+    assert re.fullmatch(expected, text), text
 
 
 def test_every_word_rules_something_out() -> None:

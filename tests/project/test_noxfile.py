@@ -422,10 +422,22 @@ def test_a_local_connector_is_installed_again_when_a_file_changed(
     source = tmp_path / "mypkg.py"
     source.write_text("")
     before = noxfile.newest(str(tmp_path))
-    (tmp_path / "mypkg.egg-info").mkdir()
-    (tmp_path / "mypkg.egg-info" / "PKG-INFO").write_text("left behind by pip")
+    for left_behind in (
+        "mypkg.egg-info/PKG-INFO",
+        "build/lib/mypkg.py",
+        "dist/mypkg.whl",
+        ".pytest_cache/README.md",
+        "kvconform-report/logs/worker.log",
+        "kvconform-found/case.yaml",
+        "reports/today/report.jsonl",
+        "reports/today/logs/worker.log",
+    ):
+        file = tmp_path / left_behind
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("not part of the package")
+        os.utime(file, (4e9, 4e9))
     assert noxfile.newest(str(tmp_path)) == before
-    source.touch()
+    os.utime(source, (5e9, 5e9))
     assert noxfile.newest(str(tmp_path)) != before
     assert noxfile.newest(f"-e {tmp_path}") == noxfile.newest(str(tmp_path))
     assert noxfile.newest("sortedcontainers>=2") == "0"

@@ -74,6 +74,23 @@ def test_a_load_of_which_the_bytes_are_explained_explains_what_it_left_out() -> 
     assert len(roots([first, second])) == 2, "another load"
 
 
+def test_a_load_that_wrote_elsewhere_explains_what_is_missing() -> None:
+    """One mistake about the place of blocks, such as one about smaller kernel blocks."""
+    missing = row("load.complete-or-failed", event=9)
+    missing.step, missing.req = 14, "c"
+    astray = row("load.only-grant", event=7)
+    astray.step, astray.req, astray.hook = 14, "c", "start_load_kv"
+    assert shape(roots([missing, astray])) == [("load.only-grant", ["load.complete-or-failed"], [])]
+    for name, value in (("req", "x"), ("req", None), ("step", 13), ("hook", "wait_for_save")):
+        before = getattr(astray, name)
+        setattr(astray, name, value)
+        assert len(roots([missing, astray])) == 2, f"another {name}"
+        setattr(astray, name, before)
+    elsewhere = row("load.complete-or-failed", "another run", event=9)
+    elsewhere.step, elsewhere.req = 14, "c"
+    assert len(roots([missing, elsewhere, astray])) == 2, "a run in which nothing went astray"
+
+
 def test_what_a_wrong_lookup_finds_was_announced_for_others() -> None:
     """Each missing announcement belongs to one lookup or another that claims what is not there."""
 

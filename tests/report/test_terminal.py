@@ -21,11 +21,11 @@ SPEC = load_spec()
 LINE = "   3  plan        save a [0, 8) after_forward with a long text that has to be wrapped here"
 
 
-def collector(verbose: bool = False) -> Collector:
+def collector(verbose: bool = False, runs: int = 2) -> Collector:
     settings = Settings(connector="pkg.mod:Conn", verbose=verbose)
     found = Collector(SPEC, settings, select(SPEC, settings, "0.32.0"), "0.32.0")
     made = [variant for variant in found.selection.variants if not variant.beyond]
-    found.only({variant.id for variant in made[:2]})
+    found.only({variant.id for variant in made[:runs]})
     return found
 
 
@@ -85,8 +85,29 @@ def test_areas_in_which_nothing_was_judged_share_a_line() -> None:
             if SPEC.requirements[row.requirement].area in ("groups", "transfer"):
                 row.verdict = Verdict.UNSUPPORTED
     lines = printed(found)
-    assert "not exercised groups, transfer" in lines
+    text = " ".join(" ".join(lines).split())
+    assert "no verdict groups, transfer: the requirements of these areas did not come up" in text
     assert not any(line.startswith(("groups ", "transfer ")) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("number", "named", "more"), [(1, 1, None), (2, 2, None), (3, 3, None), (5, 3, "and 2 more")]
+)
+def test_runs_that_did_not_reach_their_situation(number: int, named: int, more: str | None) -> None:
+    found = collector(runs=6)
+    judged(found)
+    for report in list(found.ordered_reports())[:number]:
+        report.unmet = ["a was not preempted"]
+    lines = printed(found, width=100)
+    start = next(n for n, line in enumerate(lines) if "not reach the situation" in line)
+    assert lines[start].startswith("1 run" if number == 1 else f"{number} runs")
+    runs = [line for line in lines[start:] if line.endswith("]: a was not preempted")]
+    assert [line.strip().partition(": ")[0] for line in runs] == [
+        report.variant for report in found.ordered_reports()
+    ][:named]
+    assert [line.strip() for line in lines if line.startswith("  and ")] == (
+        [] if more is None else [f"{more} (report.html names all)"]
+    )
 
 
 def test_verbose_prints_every_requirement() -> None:

@@ -67,6 +67,7 @@ class Page:
     - `causes`: root causes by weight; those that count against the connector come first.
     - `stories`: packed story (kvconform.report.html.story) by run, for the runs that are shown.
     - `errors`: errors of the harness, each with the runs in which they occurred.
+    - `unreached`: runs that did not reach the situation that they test, and what did not happen.
     """
 
     header: HeaderLine
@@ -75,6 +76,7 @@ class Page:
     causes: list[Cause]
     stories: dict[str, str]
     errors: list[tuple[str, list[str]]]
+    unreached: list[tuple[str, list[str]]]
 
     @property
     def title(self) -> str:
@@ -130,6 +132,7 @@ def make(collector: Collector, header: HeaderLine, summary: Summary, rows: Seque
         causes=shown,
         stories={name: story for name, story in stories.items() if story},
         errors=_errors(rows),
+        unreached=_unreached(collector),
     )
 
 
@@ -142,6 +145,11 @@ def _errors(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
             if row.run not in runs:
                 runs.append(row.run)
     return list(found.items())
+
+
+def _unreached(collector: Collector) -> list[tuple[str, list[str]]]:
+    """Return the runs that did not reach the situation that they test, with what did not happen."""
+    return [(each.variant, each.unmet) for each in collector.ordered_reports() if each.unmet]
 
 
 def render(page: Page) -> str:

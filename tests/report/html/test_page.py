@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import date
 from html.parser import HTMLParser
 from pathlib import Path
@@ -37,7 +38,12 @@ CHECK = "`e.x == 1` is false: e.x=2"
 
 
 def html(
-    tmp_path: Path, *, fails: bool, verdict: Verdict = Verdict.FAIL, counts: bool = True
+    tmp_path: Path,
+    *,
+    fails: bool,
+    verdict: Verdict = Verdict.FAIL,
+    counts: bool = True,
+    unmet: Sequence[str] = (),
 ) -> str:
     """A report about one requirement in one run. `counts`: against the connector."""
     settings = Settings(
@@ -68,7 +74,9 @@ def html(
         )
     )
     timelines = {MUST: [">  3  engine  <start>"]}
-    collector.add(CaseReport(variant.id, rows=rows, timelines=timelines, story=story))
+    report = CaseReport(variant.id, rows=rows, timelines=timelines, story=story)
+    report.unmet = list(unmet)
+    collector.add(report)
     final, found = collector.finish(date(2026, 1, 1), complete=True)
     header = jsonl.header_of(collector, [])
     told = summary.write(tmp_path, collector, found, seconds=1.0, started="2026-01-01", exit_code=1)
@@ -189,3 +197,11 @@ def test_that_nothing_was_judged_is_told(tmp_path: Path) -> None:
 def test_errors_are_told(tmp_path: Path) -> None:
     assert "Errors of the harness" in html(tmp_path, fails=True, verdict=Verdict.ERROR)
     assert "Errors of the harness" not in html(tmp_path, fails=True)
+
+
+def test_all_that_was_not_reached_is_told(tmp_path: Path) -> None:
+    text = html(tmp_path, fails=False, unmet=["a was not preempted", "b <never> came"])
+    assert Elements(text).open == []
+    assert "1 run did not reach the situation" in text
+    assert "a was not preempted; b &lt;never&gt; came" in text
+    assert "did not reach" not in html(tmp_path, fails=False)
