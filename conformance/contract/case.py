@@ -8,7 +8,8 @@ kvconform.contract.steps and kvconform.contract.expectations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -36,9 +37,11 @@ from kvconform.contract.requirement import (
 from kvconform.contract.situation import policies, situations
 from kvconform.contract.steps import (
     UNREPEATABLE,
+    Add,
     CacheDType,
     DType,
     Otherwise,
+    SamePrompt,
     Step,
     one_by_one,
 )
@@ -93,7 +96,6 @@ class Config(Model):
         default=1,
         description="neighbouring tensor parallel ranks that a block's tokens are split over",
     )
-    delivery: str | None = None
     long_prefill_threshold: Annotated[int, Field(ge=0)] = Field(
         default=0, description="long_prefill_token_threshold, 0 = off"
     )
@@ -150,6 +152,28 @@ class Config(Model):
     def suffix(self) -> str:
         """Suffix that makes the engine ids of one run distinct."""
         return ""
+
+
+OPTIONS: dict[str, str] = {
+    "num_blocks": "num_gpu_blocks_override",
+    "budget": "max_num_batched_tokens",
+    "max_seqs": "max_num_seqs",
+    "prefix_caching": "enable_prefix_caching",
+    "spec_tokens": "speculative_config",
+    "load_failure_policy": "kv_transfer_config",
+    "role": "kv_transfer_config",
+    "model": "model",
+    "dtype": "dtype",
+    "cache_dtype": "kv_cache_dtype",
+    "max_model_len": "max_model_len",
+    "tensor_parallel": "tensor_parallel_size",
+    "pipeline_parallel": "pipeline_parallel_size",
+    "context_parallel": "decode_context_parallel_size",
+    "long_prefill_threshold": "long_prefill_token_threshold",
+    "window": "hf_overrides",
+    "stats": "disable_log_stats",
+}
+"""Fields of `Config` that need no situation, as vLLM has such an option: field -> EngineArgs."""
 
 
 class Matrix(Model):
@@ -392,30 +416,26 @@ class Case(Model):
 
     @property
     def situations(self) -> list[str]:
-        """The situations (spec/situations.yaml) that requests, steps and policies make."""
-        found = list(self.policies)
-        ids = [add.arg.id or add.arg.req for add in self.steps if add.op == "add"]
-        if len(set(ids)) < len(ids):
-            found.append("reused-id")
-        if "private" in self.config.groups:
-            found.append("private-group")
-        if self.config.graphs:
-            found.append("graphs")
-        asked = [add.arg.params for add in self.steps if add.op == "add" and add.arg.hand_over]
-        if any(params and asked.count(params) > 1 for params in asked):
-            found.append("shared-params")
-        if any(step.op == "shutdown" and step.arg.again for step in self.steps):
-            found.append("shutdown-again")
-        if any(
-            add.arg.max_tokens > 1 for add in self.steps if add.op == "add" and add.arg.hand_over
-        ):
-            found.append("longer-offer")
-        if any(each.model for each in self.changes):
-            found.append("other-model")
-        if any(each.dtype or each.cache_dtype or each.pipeline_parallel for each in self.changes):
-            found.append("other-format")
-        found.extend(step.op for step in self.steps if step.op in situations())
+        """The situations (spec/situations.yaml) that policies, configuration and steps make."""
+        changed = (name for name in type(self.config).model_fields if self._configures(name))
+        known = situations()
+        found = [
+            *self.policies,
+            *(name for name, has in PROPERTIES.items() if has(self)),
+            *(name for name in changed if name in known and known[name].of == "config"),
+            *(step.op for step in self.steps if step.op in known),
+        ]
         return list(dict.fromkeys(found))
+
+    def _configures(self, field: str) -> bool:
+        """Return whether a field of the configuration has another value than its default."""
+        default = type(self.config).model_fields[field].default
+        return bool(getattr(self.config, field) != default)
+
+    @property
+    def added(self) -> list[Add]:
+        """The requests, in the order in which they are added."""
+        return [step.arg for step in self.steps if step.op == "add"]
 
     @cached_property
     def beyond(self) -> tuple[str, ...]:
@@ -469,6 +489,47 @@ class Case(Model):
                         for size in sizes:
                             for which in streams:
                                 yield Variant(self, engine, scheduling, runner, depth, size, which)
+
+
+def _reuses_id(case: Case) -> bool:
+    return max(Counter(add.id or add.req for add in case.added).values(), default=0) > 1
+
+
+def _shares_params(case: Case) -> bool:
+    others = (add for add in case.added if not isinstance(add.prompt, SamePrompt))
+    asked = [add.params for add in others if add.hand_over and add.params]
+    return any(asked.count(params) > 1 for params in asked)
+
+
+def _replays_params(case: Case) -> bool:
+    handed = Counter(add.handed.of for add in case.added if add.handed and not add.handed.alter)
+    return max(handed.values(), default=0) > 1
+
+
+def _alters_params(case: Case, *, to_nothing: bool) -> bool:
+    values = [
+        value for add in case.added if add.handed is not None for value in add.handed.alter.values()
+    ]
+    return any((value is None) == to_nothing for value in values)
+
+
+PROPERTIES: dict[str, Callable[[Case], bool]] = {
+    "reused-id": _reuses_id,
+    "private-group": lambda case: "private" in case.config.groups,
+    "shared-params": _shares_params,
+    "longer-offer": lambda case: any(add.hand_over and add.max_tokens > 1 for add in case.added),
+    "replayed-params": _replays_params,
+    "unknown-peer": lambda case: _alters_params(case, to_nothing=False),
+    "incomplete-params": lambda case: _alters_params(case, to_nothing=True),
+    "other-model": lambda case: any(each.model for each in case.changes),
+    "other-format": lambda case: any(
+        each.dtype or each.cache_dtype or each.pipeline_parallel for each in case.changes
+    ),
+    "shutdown-again": lambda case: any(
+        step.op == "shutdown" and step.arg.again for step in case.steps
+    ),
+}
+"""Situations that are neither a policy, a step nor a field: whether a case has them."""
 
 
 def _unfit(step: Step, config: Config, matrix: Matrix) -> str | None:
@@ -562,7 +623,7 @@ class Variant:
     @property
     def beyond(self) -> tuple[str, ...]:
         """The situations of the run that the contract allows and vLLM does not bring about."""
-        return self.case.beyond if isinstance(self.case, Case) else ()
+        return self.case.beyond
 
     @property
     def inspects(self) -> bool:

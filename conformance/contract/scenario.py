@@ -17,6 +17,7 @@ from pydantic import Field, PositiveInt, model_validator
 from kvconform.contract.case import Variant
 from kvconform.contract.expression import Expression, compile_capability
 from kvconform.contract.requirement import CapabilityExpr, Id, Model, Relation, Version, in_force
+from kvconform.contract.situation import situations
 
 Deed = Literal["kill", "restart", "pause", "clear"]
 
@@ -145,6 +146,13 @@ class Phase(Model):
 
 
 Entrypoint = Literal["completions", "chat"]
+PairPlay = Literal["handed", "aborted", "replayed", "altered", "incomplete", "killed", "requests"]
+SITUATIONS: dict[PairPlay, tuple[str, ...]] = {
+    "replayed": ("replayed-params",),
+    "altered": ("unknown-peer",),
+    "incomplete": ("incomplete-params",),
+}
+"""Situations (spec/situations.yaml) that a pair makes."""
 
 
 class Request(Model):
@@ -258,7 +266,7 @@ class Scenario(Model):
         default=[],
         description="faults of the servers in the connector's settings, in order",
     )
-    pair: Literal["handed", "aborted", "replayed", "altered", "killed", "requests"] | None = Field(
+    pair: PairPlay | None = Field(
         default=None,
         description="a producer and a consumer, each in its own process, "
         "and what the proxy between them does",
@@ -327,6 +335,16 @@ class Scenario(Model):
         if self.pair:
             needs.append("transfer")
         return compile_capability(needs)
+
+    @property
+    def situations(self) -> tuple[str, ...]:
+        """The situations (spec/situations.yaml) that the scenario makes."""
+        return SITUATIONS.get(self.pair, ()) if self.pair else ()
+
+    @property
+    def beyond(self) -> tuple[str, ...]:
+        """The situations of the scenario that vLLM does not bring about."""
+        return tuple(name for name in self.situations if not situations()[name].vllm)
 
     @property
     def relations(self) -> list[Relation]:

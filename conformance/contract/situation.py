@@ -11,7 +11,7 @@ import importlib.resources
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from kvconform.contract.requirement import Model, Source
 from kvconform.contract.yaml12 import Lines, line_of, parse
@@ -20,18 +20,34 @@ from kvconform.errors import BrokenFile, Location, Problem
 FILE = "situations.yaml"
 
 
+class Reading(Model):
+    """Why no test brings a situation about, and the line of the source that shows it instead."""
+
+    why: str = Field(min_length=1, description="what a test would need")
+    line: str = Field(min_length=1, description="text of a line of the source")
+
+
 class Situation(Model):
     """One entry of spec/situations.yaml."""
 
     id: Annotated[str, Field(pattern=r"^[a-z]+([_-][a-z]+)*$")]
     text: str = Field(min_length=1)
-    of: Literal["policy", "step", "axis", "case"] = Field(
+    of: Literal["policy", "step", "axis", "config", "case"] = Field(
         description="what brings it about: a policy that a case names, a step, a field of the"
-        " matrix, or the requests of a case"
+        " matrix or of the configuration, or a property of a case"
     )
     vllm: bool = Field(description="whether vLLM brings it about, and not only the contract allows")
     why: str = Field(min_length=1, description="what vLLM does")
     source: Source
+    read: Reading | None = Field(
+        default=None, description="of a situation of vLLM's that no test brings about"
+    )
+
+    @model_validator(mode="after")
+    def _what_vllm_never_does_is_not_read(self) -> Situation:
+        if self.read is not None and not self.vllm:
+            raise ValueError("`read` is for what vLLM does")
+        return self
 
 
 class _Known:

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from kvconform.compat import installed
 from kvconform.contract.capabilities import CAPABILITIES
-from kvconform.contract.case import Matrix
+from kvconform.contract.case import OPTIONS, PROPERTIES, Config, Matrix
 from kvconform.contract.expression import compile_expr
 from kvconform.contract.loader import Spec, SpecError, load_spec, place_and_sentence
 from kvconform.contract.profile import select
@@ -68,13 +68,16 @@ RULES: dict[str, str] = {
     "L030": "a source without a digest in spec/sources.yaml, or a digest that nothing cites",
     "L031": "`touches` names something that vLLM does not have",
     "L032": "a waiver that has expired, or soon will (a warning)",
-    "L033": "a step or axis without a situation, or a situation that is neither",
+    "L033": "a step, axis, field of `config` or property without a situation, or the reverse",
 }
 
 CASE_LINES = 40
 
 _PLAIN = {"add", "on", "step", "run", "expect"}
 """Steps that every engine does: no situations."""
+
+_KINDS = {"step": "step", "axis": "axis", "config": "config field", "case": "property of a case"}
+"""What a situation is `of`, in words; the loader checks policies."""
 
 MENTIONED = 3
 """Number of requirements without a defect that lint names if it is not strict."""
@@ -224,13 +227,21 @@ def check_situations(spec: Spec) -> Iterator[Finding]:
         where = place_of(spec, "situation", name)
         for code, message in lint_requirements.cited(found.source, spec, installed_has_it=True):
             yield Finding(where, code, f"situation {name}: {message}")
-    for kind, known in (("step", STEPS.keys() - _PLAIN), ("axis", Matrix.model_fields.keys())):
+    axes = Matrix.model_fields.keys()
+    wanted = {
+        "step": STEPS.keys() - _PLAIN,
+        "axis": axes,
+        "config": Config.model_fields.keys() - OPTIONS.keys() - axes,
+        "case": PROPERTIES.keys(),
+    }
+    for kind, known in wanted.items():
         entries = {name for name, found in spec.situations.items() if found.of == kind}
         for name in known - entries:
-            sentence = f"no situation says whether vLLM does {kind} {name}, too"
+            sentence = f"no situation says whether vLLM does this: {_KINDS[kind]} {name}"
             yield Finding(Location("spec/situations.yaml", 1), "L033", sentence)
         for name in entries - known:
-            sentence = f"situation {name}: there is no such {kind}{did_you_mean(name, known)}"
+            no_such = f"there is no such {_KINDS[kind]}{did_you_mean(name, known)}"
+            sentence = f"situation {name}: {no_such}"
             yield Finding(place_of(spec, "situation", name), "L033", sentence)
 
 

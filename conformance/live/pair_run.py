@@ -220,15 +220,17 @@ class Pair:
             self.collect(self.decode(name, dict(kept[name] or {}), "/replayed"))
 
     def play_altered(self) -> None:
-        """Send parameters with an unknown request, an unknown engine, and no blocks."""
+        """Send parameters with an unknown request, and with an unknown engine."""
+        self._alter({"remote_request_id": "nobody"}, {"remote_engine_id": "nowhere"})
+
+    def play_incomplete(self) -> None:
+        """Send parameters without blocks."""
+        self._alter({"remote_block_ids": None})
+
+    def _alter(self, *changes: Event) -> None:
         names = [name for name in self.plain.answers if len(self.plain.answers[name].prompt) >= 64]
         self.collect(self.decode(names[0], self.prefill(names[0])))
         self.reset("d")
-        changes: list[Event] = [
-            {"remote_request_id": "nobody"},
-            {"remote_engine_id": "nowhere"},
-            {"remote_block_ids": None},
-        ]
         for number, change in enumerate(changes):
             name = names[(number + 1) % len(names)]
             params = {**(self.prefill(name, f"/{number}") or {}), **change}
@@ -321,6 +323,7 @@ PLAYS: dict[str, Callable[[Pair], None]] = {
     "aborted": Pair.play_aborted,
     "replayed": Pair.play_replayed,
     "altered": Pair.play_altered,
+    "incomplete": Pair.play_incomplete,
     "killed": Pair.play_killed,
     "requests": Pair.play_requests,
 }

@@ -12,11 +12,18 @@ from pydantic import ValidationError
 from kvconform.contract import situation
 from kvconform.contract.case import Case
 from kvconform.contract.loader import SpecError, load_spec
+from kvconform.contract.situation import Situation
 from kvconform.errors import UsageError
 
 ADD: dict[str, Any] = {"add": {"req": "a", "prompt": 13}}
 AGAIN: dict[str, Any] = {"add": {"req": "b", "prompt": 9, "id": "a"}}
 RUN: dict[str, Any] = {"run": {}}
+PAIR: dict[str, Any] = {"engines": {"p": "kv_producer", "d": "kv_consumer"}}
+OFFER: dict[str, Any] = {"add": {"req": "p", "prompt": 13, "max_tokens": 1, "hand_over": True}}
+
+
+def consumer(req: str, **altered: Any) -> dict[str, Any]:
+    return {"add": {"req": req, "prompt": 9, "handed": {"of": "p", "alter": altered}}}
 
 
 def case(*steps: dict[str, Any], **more: Any) -> Case:
@@ -36,6 +43,24 @@ def case(*steps: dict[str, Any], **more: Any) -> Case:
             ["reverse-batch", "split-prefill", "reorder"],
             ("reverse-batch",),
         ),
+        (case(ADD, RUN, config={"graphs": True}), ["graphs"], ()),
+        (case(ADD, RUN, config={"num_blocks": 9}), [], ()),
+        (case(OFFER, RUN, {"on": "d"}, consumer("d"), config=PAIR), ["engines"], ()),
+        (
+            case(OFFER, RUN, {"on": "d"}, consumer("d"), consumer("e"), config=PAIR),
+            ["replayed-params", "engines"],
+            (),
+        ),
+        (
+            case(OFFER, RUN, {"on": "d"}, consumer("d", remote_request_id="x"), config=PAIR),
+            ["unknown-peer", "engines"],
+            (),
+        ),
+        (
+            case(OFFER, RUN, {"on": "d"}, consumer("d", remote_block_ids=None), config=PAIR),
+            ["incomplete-params", "engines"],
+            ("incomplete-params",),
+        ),
     ],
 )
 def test_a_run_says_which_of_its_situations_are_beyond_vllm(
@@ -43,6 +68,24 @@ def test_a_run_says_which_of_its_situations_are_beyond_vllm(
 ) -> None:
     assert found.situations == wanted
     assert {variant.beyond for variant in found.variants()} == {beyond}
+
+
+def test_a_scenario_says_which_of_its_situations_are_beyond_vllm() -> None:
+    runs = [run for each in load_spec().scenarios.values() for run in each.variants()]
+    beyond = {run.case.id: run.beyond for run in runs if run.beyond}
+    assert beyond == {"pair.incomplete": ("incomplete-params",)}
+
+
+@pytest.mark.parametrize("vllm", [True, False])
+def test_a_line_is_quoted_only_for_what_vllm_does(vllm: bool) -> None:
+    read = {"why": "A CPU has none.", "line": "x = 1"}
+    source = {"file": "v1/core.py", "symbol": "f"}
+    entry = {"id": "a", "text": "t", "of": "case", "vllm": vllm, "why": "w", "source": source}
+    if vllm:
+        assert Situation(**entry, read=read).read
+        return
+    with pytest.raises(ValidationError, match="`read` is for what vLLM does"):
+        Situation(**entry, read=read)
 
 
 def test_every_run_says_whether_it_inspects_the_connector() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvconform.compat import installed, interface
-from kvconform.contract.case import Matrix
+from kvconform.contract.case import OPTIONS, PROPERTIES, Config, Matrix
 from kvconform.contract.loader import load_spec
 from kvconform.contract.steps import STEPS
 from kvconform.dev.lint import RULES, lint, lint_root, mention_unkilled, unkilled
@@ -417,10 +417,12 @@ def test_what_no_case_exercises(tmp_path: Path) -> None:
 def test_what_the_engines_do_needs_a_situation(tmp_path: Path) -> None:
     source = {"file": "v1/core.py", "symbol": "Scheduler.schedule"}
     entry = {"text": "It does.", "vllm": True, "why": "So does vLLM.", "source": source}
+    fields = Config.model_fields.keys() - OPTIONS.keys() - Matrix.model_fields.keys()
+    wanted = {"step": STEPS, "axis": Matrix.model_fields, "config": fields, "case": PROPERTIES}
     known = [
         {"id": name, "of": kind, **entry}
-        for kind, names in (("step", STEPS), ("axis", Matrix.model_fields))
-        for name in names
+        for kind, names in wanted.items()
+        for name in sorted(names)
         if name not in ("add", "on", "step", "run", "expect")
     ]
 
@@ -432,10 +434,23 @@ def test_what_the_engines_do_needs_a_situation(tmp_path: Path) -> None:
 
     assert found(known) == []
     assert found([each for each in known if each["id"] != "preempt"]) == [
-        "L033 no situation says whether vLLM does step preempt, too"
+        "L033 no situation says whether vLLM does this: step preempt"
     ]
     assert found([*known, {"id": "prempt", "of": "step", **entry}]) == [
         "L033 situation prempt: there is no such step; did you mean preempt or reset or resume?"
+    ]
+    assert found([each for each in known if each["id"] != "layout"]) == [
+        "L033 no situation says whether vLLM does this: config field layout"
+    ]
+    assert found([each for each in known if each["id"] != "reused-id"]) == [
+        "L033 no situation says whether vLLM does this: property of a case reused-id"
+    ]
+    option = {"id": "num_blocks", "of": "config", **entry}
+    (wrong,) = found([*known, option])
+    assert wrong.startswith("L033 situation num_blocks: there is no such config field")
+    unknown = {"id": "reused-ids", "of": "case", **entry}
+    assert found([*known, unknown]) == [
+        "L033 situation reused-ids: there is no such property of a case; did you mean reused-id?"
     ]
     nowhere = {**source, "symbol": "Scheduler.shedule"}
     (wrong,) = found([*known, {"id": "odd", "of": "policy", **entry, "source": nowhere}])
