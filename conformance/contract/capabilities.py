@@ -140,6 +140,11 @@ CAPABILITIES: dict[str, Capability] = {
         _YES_NO,
         "its consumer tells the producer when it needs the KV no longer (else a lease ends it)",
     ),
+    "first_token": Capability(
+        False,
+        _YES_NO,
+        "its router sends the consumer the prompt with the producer's first token at its end",
+    ),
     "roles": Capability(
         ("kv_both",),
         (tuple[str, ...] | list[str], "a list of names"),

@@ -194,7 +194,7 @@ _kind(
     "harness",
     "seconds:float why:str",
     "The clock of the process was set forward: by the case (idle), or because nothing but held "
-    "blocks was left (stall).",
+    "blocks, and requests that wait for memory, was left (stall).",
 )
 _kind(
     "cache.reset",

@@ -205,7 +205,7 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     learn("composite", composite)
     hybrid = issubclass(cls, SupportsHMA) and (not composite or _children_keep_hybrid(target, tmp))
     learn("hma", hybrid)
-    if not {"transfer", "notes"} <= set(caps):
+    if not {"transfer", "notes", "first_token"} <= set(caps):
         roles = set(caps.get("roles", PAIR))
         may_transfer = roles >= PAIR and not composite and caps.get("transfer", True)
         found = hand_over(target, tmp) if may_transfer else NOTHING
@@ -213,8 +213,9 @@ def profile_of(target: Target, tmp: Path) -> Profile:
             learn("transfer", found.hands_over)
             if found.hands_over:
                 learn("roles", ["kv_both", *sorted(PAIR)])
-        if "notes" not in caps:
-            learn("notes", found.notes)
+        for name in ("notes", "first_token"):
+            if name not in caps:
+                learn(name, getattr(found, name))
     learn("fault_injection", hasattr(cls, "kvconform_fail_load"))
     if not takes_every_stage(cls):
         learn("pipeline_parallel", False)
@@ -287,14 +288,16 @@ class HandOver(NamedTuple):
     """Result of a request that a producer was asked to hand over to a consumer.
 
     `hands_over`: the consumer got parameters. `notes`: the producer released what it held when the
-    consumer had loaded it, before any lease ran out.
+    consumer had loaded it, before any lease ran out. `first_token`: the parameters have the token
+    that the producer sampled.
     """
 
     hands_over: bool
     notes: bool
+    first_token: bool
 
 
-NOTHING = HandOver(hands_over=False, notes=False)
+NOTHING = HandOver(hands_over=False, notes=False, first_token=False)
 
 
 def hand_over(target: Target, tmp: Path) -> HandOver:
@@ -324,10 +327,12 @@ def hand_over(target: Target, tmp: Path) -> HandOver:
     )
     variant = Variant(case, "reference", "sync", "v1", 1, case.config.block_size)
     run = run_variant(variant, target, seed=0, tmp=tmp / "hand-over")
+    handed = [e for e in run.trace if e["kind"] == "pair.params"]
     ends = [e for e in run.trace if e["kind"] == "pair.request"]
     return HandOver(
-        hands_over=any(e["kind"] == "pair.params" and not e["none"] for e in run.trace),
+        hands_over=any(not e["none"] for e in handed),
         notes=any(e["held"] and e["released"] and not e["gone"] for e in ends),
+        first_token=any(e["first_token"] is not None for e in handed),
     )
 
 

@@ -28,9 +28,11 @@ PERIODS = 4
 LEASE = 1200.0
 """Longest lease, in seconds of the virtual clock, that can run out before the end of a run."""
 LEAP = 30.0
-"""Seconds by which a step sets the clock forward, when only held blocks are left."""
+"""Seconds by which a step sets the clock forward, when all that is left may wait for a lease."""
 HELD = 0.25
 """Part of the stall time that is waited before that: the blocks may be held for a thread."""
+FOR_MEMORY = ("WAITING", "PREEMPTED")
+"""States of requests that may wait for blocks that are held; all of the stall time is waited."""
 MORE = 5.0
 """How many times these are waited while the connector has something that may be at work."""
 PATIENCE = 60.0
@@ -96,9 +98,10 @@ class StallDetector:
             return False
         if target.half != "both":
             return True
-        if self.leapt < LEASE and self._only_held():
+        part = self._before_leap()
+        if self.leapt < LEASE and part is not None:
             if not self.leapt:  # once the clock was set forward, each further step does it
-                if self._waits(HELD * target.stall_seconds):
+                if self._waits(part * target.stall_seconds):
                     time.sleep(0.002)
                     return False
                 _Spent.seconds += self.alive - self.since
@@ -122,12 +125,22 @@ class StallDetector:
                 self.alive = now
         return now - self.alive <= seconds
 
-    def _only_held(self) -> bool:
-        """Return whether all requests have ended, and only their blocks are held."""
-        return not any(
-            engine.queue or engine.scheduler.has_unfinished_requests()
-            for engine in self.driver.all_engines
-        )
+    def _before_leap(self) -> float | None:
+        """Return the part of the stall time that is waited before the clock is set forward.
+
+        None: a lease would not help. It may if blocks of ended requests are held, and all others
+        wait for memory. With asynchronous scheduling, a step without tokens may be in flight.
+        """
+        engines = self.driver.all_engines
+        if any(f.output.total_num_scheduled_tokens for engine in engines for f in engine.queue):
+            return None
+        requests = [each for engine in engines for each in engine.scheduler.requests.values()]
+        waiting = [each for each in requests if not each.is_finished()]
+        if len(waiting) == len(requests):
+            return None
+        if any(each.status.name not in FOR_MEMORY for each in waiting):
+            return None
+        return 1.0 if waiting else HELD
 
     def give_up(self, requests: Iterable[tuple[str, str]]) -> NoReturn:
         """Emit engine.stall and raise Stalled; `requests` are (id, status) of those that wait."""

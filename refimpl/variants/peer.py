@@ -11,7 +11,6 @@ Options:
 - `delay`: polls that a pull takes.
 - `patience`: polls until a pull fails whose KV is not offered (yet).
 - `whole_blocks`: leave the rest of the prompt's last block to the consumer.
-- `notes`: tell the producer when its KV is not needed any more; if not, only the lease ends it.
 """
 
 from __future__ import annotations
@@ -98,7 +97,8 @@ class Peer(Decoy):
         self.delay = extra.get("delay", 1)
         self.patience = extra.get("patience", 3)
         self.whole_blocks = extra.get("whole_blocks", False)
-        self.notes = extra.get("notes", True)
+        # Whether the producer is told when its KV is not needed any more.
+        self.notes = True
         self.produces = self._kv_transfer_config.is_kv_producer
         self.consumes = self._kv_transfer_config.is_kv_consumer
         self._size = vllm_config.cache_config.block_size

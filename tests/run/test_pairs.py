@@ -6,6 +6,7 @@ Correct connectors fail nothing.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from kvconform.contract.loader import load_spec
 from kvconform.contract.requirement import Requirement
 from kvconform.judge.verdict import evaluate_sides
 from kvconform.refimpl.cache.memory import MemoryBackend
+from kvconform.refimpl.variants.peer import Peer
+from kvconform.run.calibration import NOTHING, HandOver, hand_over
 from kvconform.run.case import run_and_judge
 from kvconform.run.pair import _through_json
 from kvconform.run.runner import run_variant
@@ -30,12 +33,7 @@ ROUTED = "kvconform.refimpl.variants.routed:Routed"
 ROUTER = "kvconform.refimpl.variants.routed:Router"
 SPEC = load_spec()
 CASES = [case for case in SPEC.cases.values() if case.area == "transfer"]
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"lease": 4, "delay": 2},
-    {"whole_blocks": True},
-    {"lease": 12, "notes": False},
-]
+OPTIONS: list[dict[str, Any]] = [{}, {"lease": 4, "delay": 2}, {"whole_blocks": True}]
 
 
 def variants(case: Case) -> list[Variant]:
@@ -234,3 +232,40 @@ def test_a_connector_of_one_role_is_run_in_it(tmp_path: Path) -> None:
         variants(SPEC.cases["transfer.prompt"])[0], target, SPEC, seed=0, tmp=tmp_path / "y"
     )
     assert {row.verdict for row in paired.rows} == {"UNSUPPORTED"}
+
+
+class LeaseOnly(Peer):
+    """Its consumer sends no notes: a lease of half a minute ends what the producer holds."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.notes = False
+        self._until: dict[str, float] = {}
+
+    def _released(self) -> set[str]:
+        offers = self.board.offers
+        for key in offers:
+            self._until.setdefault(key, time.monotonic() + 30)
+        over = [key for key in offers if time.monotonic() >= self._until[key]]
+        return {offers.pop(key).req for key in over}
+
+
+@pytest.mark.parametrize("name", ["transfer.prompt", "transfer.local-hit", "transfer.tight"])
+def test_a_producer_without_notes_is_judged_by_its_lease(name: str, tmp_path: Path) -> None:
+    for number, variant in enumerate(variants(SPEC.cases[name])):
+        target = Target(f"{__name__}:LeaseOnly", {})
+        report = run_and_judge(variant, target, SPEC, seed=number, tmp=tmp_path / str(number))
+        verdicts = {row.requirement: row.verdict for row in report.rows}
+        assert [row for row in report.rows if row.verdict == "FAIL"] == []
+        assert (verdicts["send.released"], verdicts["transfer.released"]) == ("PASS", "UNSUPPORTED")
+
+
+def test_what_a_router_has_to_do_is_found_out(tmp_path: Path) -> None:
+    """Whether a producer returns the token that it sampled, and is told that its KV was loaded."""
+    found = hand_over(Target(PEER, {}), tmp_path / "peer")
+    assert found == HandOver(hands_over=True, notes=True, first_token=True)
+    leased = hand_over(Target(f"{__name__}:LeaseOnly", {}), tmp_path / "leased")
+    assert leased == HandOver(hands_over=True, notes=False, first_token=True)
+    routed = hand_over(Target(ROUTED, {}, router=ROUTER), tmp_path / "routed")
+    assert routed == HandOver(hands_over=True, notes=True, first_token=False)
+    assert hand_over(Target(ROUTED, {}), tmp_path / "unrouted") == NOTHING
