@@ -193,8 +193,8 @@ _kind(
     "clock.advanced",
     "harness",
     "seconds:float why:str",
-    "The clock of the process was set forward: by the case (idle), or because nothing but held "
-    "blocks, and requests that wait for memory, was left (stall).",
+    "The clock of the process was set forward: by the case (idle), or because nothing was "
+    "left but held blocks and requests that wait for memory (stall).",
 )
 _kind(
     "cache.reset",
