@@ -94,6 +94,9 @@ class Expectations:
         return bool(loaded or caps["store"] or caps["synthesises_kv"] or engines)
 
     def _applies(self, expectation: Expectation) -> bool:
+        # KV that is made up is no prompt's: what is sampled from it, and when, is not foreseen.
+        if expectation.what in ("outputs", "rejected") and self.state.caps["synthesises_kv"]:
+            return False
         arg = expectation.arg
         # Only a load that failed ends a request with an error; a connector may load nothing for it.
         if getattr(arg, "finish", None) == "error" and not self._has_loads(arg.req):

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from core_rig import REFERENCE, run_case, select
+from core_rig import REFERENCE, make_case, run_case, select
+from kvconform.config.target import Target
 from kvconform.run.records import Run
+from kvconform.run.runner import run_variant
 
 Expectation = dict[str, Any]
 STEPS: list[dict[str, Any]] = [
@@ -187,3 +189,15 @@ def test_an_error_is_expected_only_of_a_request_that_loads(tmp_path: Path) -> No
     holds, detail = evaluate(loads, tmp_path / "some")
     assert not holds
     assert detail == "c ended as FINISHED_LENGTH_CAPPED, expected FINISHED_ERROR"
+
+
+def test_outputs_are_not_expected_where_kv_is_made_up(tmp_path: Path) -> None:
+    wrong: Expectation = {"outputs": {"req": "a", "count": 99}}
+    holds, _ = evaluate(wrong, tmp_path / "computed")
+    assert not holds
+    case = make_case(STEPS, config=CONFIG, expect=[wrong])
+    zeros = Target("kvconform.refimpl.variants.zeros:Zeros", capabilities={"synthesises_kv": True})
+    (variant, *_) = case.variants(["reference"], ["sync"])
+    run = run_variant(variant, zeros, seed=0, tmp=tmp_path / "made-up")
+    assert run.harness_error is None, run.harness_error
+    assert select(run.trace, "case.expectation") == []
