@@ -194,7 +194,7 @@ _kind(
     "harness",
     "seconds:float why:str",
     "The clock of the process was set forward: by the case (idle), or because nothing was "
-    "left but held blocks and requests that wait for memory (stall).",
+    "left but held blocks (stall), or nothing went on while requests waited (waiting).",
 )
 _kind(
     "cache.reset",

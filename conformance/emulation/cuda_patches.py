@@ -152,9 +152,12 @@ def nothing(*args: Any, **kwargs: Any) -> None:
     """Accept any arguments and do nothing."""
 
 
-def zero(*args: Any, **kwargs: Any) -> int:
-    """Accept any arguments and return 0."""
-    return 0
+def returning(value: Any) -> Callable[..., Any]:
+    """Return a new function that accepts any arguments and returns a value.
+
+    torch.compile keeps a table of torch's functions and refuses one function under two names.
+    """
+    return lambda *args, **kwargs: value
 
 
 class OnDevice:
@@ -233,8 +236,8 @@ def patch_cuda(patches: Patches) -> None:
         "is_bf16_supported": lambda *args, **kwargs: True,
         "cudart": lambda: runtime,
         "_sleep": spin,
-        **{name: nothing for name in NOTHING},
-        **{name: zero for name in ZERO},
+        **{name: returning(None) for name in NOTHING},
+        **{name: returning(0) for name in ZERO},
         **{
             name: (absent_class if name[:1].isupper() else absent)(what)
             for name, what in ABSENT.items()
@@ -243,7 +246,7 @@ def patch_cuda(patches: Patches) -> None:
     for name, value in cuda.items():
         patches.set(torch.cuda, name, value)
     for name in ("range_push", "range_pop", "mark"):
-        patches.set(torch.cuda.nvtx, name, nothing)
+        patches.set(torch.cuda.nvtx, name, returning(None))
     accelerator: dict[str, Any] = {
         "is_available": lambda: True,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
@@ -256,16 +259,16 @@ def patch_cuda(patches: Patches) -> None:
         "current_stream": current_stream,
         "set_stream": set_stream,
         "synchronize": synchronize,
-        "empty_cache": nothing,
+        "empty_cache": returning(None),
         "get_memory_info": lambda device=None: MEMORY,
         "memory_stats": lambda device=None: {},
         "get_device_capability": lambda device=None: {},
-        "memory_allocated": zero,
-        "memory_reserved": zero,
-        "max_memory_allocated": zero,
-        "max_memory_reserved": zero,
-        "reset_peak_memory_stats": nothing,
-        "reset_accumulated_memory_stats": nothing,
+        "memory_allocated": returning(0),
+        "memory_reserved": returning(0),
+        "max_memory_allocated": returning(0),
+        "max_memory_reserved": returning(0),
+        "reset_peak_memory_stats": returning(None),
+        "reset_accumulated_memory_stats": returning(None),
     }
     for name, value in accelerator.items():
         patches.set(torch.accelerator, name, value)

@@ -30,8 +30,8 @@ def lease_of(trace: Sequence[Event], event: Event) -> str | None:
         )
     return (
         f"if a lease is to release the blocks: it had {stall['limit']:g} s of real time, as the"
-        " clock is set forward only when nothing is left but held blocks and requests that wait"
-        f" for memory; shorten it for the suite, or raise stall_seconds ({ADVICE})"
+        " clock is not set forward while a step with tokens is in flight;"
+        f" shorten it for the suite, or raise stall_seconds ({ADVICE})"
     )
 
 

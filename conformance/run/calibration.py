@@ -205,7 +205,7 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     learn("composite", composite)
     hybrid = issubclass(cls, SupportsHMA) and (not composite or _children_keep_hybrid(target, tmp))
     learn("hma", hybrid)
-    if not {"transfer", "notes", "first_token"} <= set(caps):
+    if not {"transfer", "notes"} <= set(caps):
         roles = set(caps.get("roles", PAIR))
         may_transfer = roles >= PAIR and not composite and caps.get("transfer", True)
         found = hand_over(target, tmp) if may_transfer else NOTHING
@@ -213,9 +213,10 @@ def profile_of(target: Target, tmp: Path) -> Profile:
             learn("transfer", found.hands_over)
             if found.hands_over:
                 learn("roles", ["kv_both", *sorted(PAIR)])
-        for name in ("notes", "first_token"):
-            if name not in caps:
-                learn(name, getattr(found, name))
+        if "notes" not in caps:
+            learn("notes", found.notes)
+        if found.partial and "best_effort" not in caps:
+            learn("best_effort", True)
     learn("fault_injection", hasattr(cls, "kvconform_fail_load"))
     if not takes_every_stage(cls):
         learn("pipeline_parallel", False)
@@ -288,16 +289,16 @@ class HandOver(NamedTuple):
     """Result of a request that a producer was asked to hand over to a consumer.
 
     `hands_over`: the consumer got parameters. `notes`: the producer released what it held when the
-    consumer had loaded it, before any lease ran out. `first_token`: the parameters have the token
-    that the producer sampled.
+    consumer had loaded it, before any lease ran out. `partial`: it loaded some of it, and left out
+    more than a block.
     """
 
     hands_over: bool
     notes: bool
-    first_token: bool
+    partial: bool
 
 
-NOTHING = HandOver(hands_over=False, notes=False, first_token=False)
+NOTHING = HandOver(hands_over=False, notes=False, partial=False)
 
 
 def hand_over(target: Target, tmp: Path) -> HandOver:
@@ -306,7 +307,7 @@ def hand_over(target: Target, tmp: Path) -> HandOver:
 
     cls = target.resolve()
     hooks = ("request_finished", "request_finished_all_groups")
-    if target.role is not None or not any(_own(cls, hook, KVConnectorBase_V1) for hook in hooks):
+    if not any(_own(cls, hook, KVConnectorBase_V1) for hook in hooks):
         return NOTHING
     case = Case.model_validate(
         {
@@ -332,7 +333,7 @@ def hand_over(target: Target, tmp: Path) -> HandOver:
     return HandOver(
         hands_over=any(not e["none"] for e in handed),
         notes=any(e["held"] and e["released"] and not e["gone"] for e in ends),
-        first_token=any(e["first_token"] is not None for e in handed),
+        partial=any(0 < e["loaded"] < e["offered"] - variant.block_size for e in ends),
     )
 
 

@@ -80,6 +80,8 @@ def run_and_judge(
         if brief and main.harness_error is None:
             wanted = at_stake(wanted, main.trace)
         rows = judge_runs(made, wanted, variant, target, strict=strict, disabled=set(disabled))
+        if report.harness_error is None:
+            report.harness_error = unjudged_crash(made, spec)
         drop_flaky(rows, made, spec.requirements)
         say_unreached(rows, made.unmet, variant, spec.requirements)
         narrate(rows, main.trace, spec.requirements)
@@ -94,6 +96,19 @@ def run_and_judge(
         return report
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
+
+
+def unjudged_crash(made: Runs, spec: Spec) -> str | None:
+    """Return the error that ended a run if it breaks no requirement: nothing was judged then."""
+    trace = made.runs["connector"].trace
+    crash = next((e for e in trace if e["kind"] == "engine.crash"), None)
+    if crash is None:
+        return None
+    rows = judge(list(spec.requirements.values()), made.runs, made.profile.caps)
+    broken = (Verdict.FAIL, Verdict.ERROR, Verdict.BLOCKED)
+    if any(row.verdict in broken for row in rows):
+        return None
+    return f"the run ended without a verdict: {crash['error']} ({crash['error_at']})"
 
 
 def judge_runs(

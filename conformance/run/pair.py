@@ -78,7 +78,7 @@ class Handovers:
         """Return the parameters for request `add` of engine `on`.
 
         What the producer returned passes through msgpack, as from engine to front end, and through
-        JSON, as from front end to router.
+        JSON, as from front end to router; what the router makes of it, too.
         """
         if self.driver.engine.connector is None:
             return None
@@ -96,9 +96,10 @@ class Handovers:
         if handed.of in self.asked and has_ended:
             producer, sent = self.asked[handed.of]
             params = self.driver.router.decode(of, producer, sent, returned)
-        if params is not None or ended is not None:
+            params, _ = _through_json(params)
+        if params is not None:
             self.handed[req] = Handover(on, add.req, req, handed.of, of, stale)
-        tokens = [params[name] for name in FIRST_TOKEN if params and name in params]
+        tokens = [returned[name] for name in FIRST_TOKEN if returned and name in returned]
         self.trace.emit(
             "pair.params",
             on=on,

@@ -31,8 +31,6 @@ LEAP = 30.0
 """Seconds by which a step sets the clock forward, when all that is left may wait for a lease."""
 HELD = 0.25
 """Part of the stall time that is waited before that: the blocks may be held for a thread."""
-FOR_MEMORY = ("WAITING", "PREEMPTED")
-"""States of requests that may wait for blocks that are held; all of the stall time is waited."""
 MORE = 5.0
 """How many times these are waited while the connector has something that may be at work."""
 PATIENCE = 60.0
@@ -107,7 +105,8 @@ class StallDetector:
                 _Spent.seconds += self.alive - self.since
             self.leapt += LEAP
             clock.advance(LEAP)
-            self.trace.emit("clock.advanced", seconds=LEAP, why="stall")
+            why = "stall" if part == HELD else "waiting"
+            self.trace.emit("clock.advanced", seconds=LEAP, why=why)
             return False
         if self._waits(target.stall_seconds):
             time.sleep(0.002)
@@ -128,18 +127,14 @@ class StallDetector:
     def _before_leap(self) -> float | None:
         """Return the part of the stall time that is waited before the clock is set forward.
 
-        None: a lease would not help. It may if blocks of ended requests are held, and all others
-        wait for memory. With asynchronous scheduling, a step without tokens may be in flight.
+        All of it while requests wait: for memory that is held, or for a load with a time limit.
+        None with tokens in flight: then no time is waited for. With asynchronous scheduling, a step
+        without tokens may be in flight.
         """
         engines = self.driver.all_engines
         if any(f.output.total_num_scheduled_tokens for engine in engines for f in engine.queue):
             return None
-        requests = [each for engine in engines for each in engine.scheduler.requests.values()]
-        waiting = [each for each in requests if not each.is_finished()]
-        if len(waiting) == len(requests):
-            return None
-        if any(each.status.name not in FOR_MEMORY for each in waiting):
-            return None
+        waiting = any(engine.scheduler.has_unfinished_requests() for engine in engines)
         return 1.0 if waiting else HELD
 
     def give_up(self, requests: Iterable[tuple[str, str]]) -> NoReturn:

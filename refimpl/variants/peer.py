@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 DONE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 CAPABILITIES = {
     "transfer": True,
+    "first_token": True,
     "roles": ["kv_both", "kv_producer", "kv_consumer"],
     "store": False,
     "saves": "none",

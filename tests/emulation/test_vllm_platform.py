@@ -98,3 +98,15 @@ def test_everything_is_put_back() -> None:
         assert state() != before
         raise ZeroDivisionError
     assert state() == before
+
+
+def test_torch_compile_finds_no_function_under_two_names() -> None:
+    """vLLM's modules compile functions when they are imported, perhaps within an emulation."""
+    from torch._dynamo import trace_rules
+
+    try:
+        with emulate():
+            trace_rules.clear_lru_cache()
+            assert trace_rules.get_torch_obj_rule_map()
+    finally:
+        trace_rules.clear_lru_cache()

@@ -20,7 +20,7 @@ from kvconform.contract.loader import load_spec
 from kvconform.contract.requirement import Requirement
 from kvconform.judge.verdict import evaluate_sides
 from kvconform.refimpl.cache.memory import MemoryBackend
-from kvconform.refimpl.variants.peer import Peer
+from kvconform.refimpl.variants.peer import Offer, Peer, Pull
 from kvconform.run.calibration import NOTHING, HandOver, hand_over
 from kvconform.run.case import run_and_judge
 from kvconform.run.pair import _through_json
@@ -260,12 +260,70 @@ def test_a_producer_without_notes_is_judged_by_its_lease(name: str, tmp_path: Pa
         assert (verdicts["send.released"], verdicts["transfer.released"]) == ("PASS", "UNSUPPORTED")
 
 
+class OnlyLongPrompts(Peer):
+    """Returns no parameters for short prompts: they are as quickly computed again."""
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if request.num_prompt_tokens < 16:
+            return False, None
+        return super().request_finished(request, block_ids)
+
+
+class HalfOfIt(Peer):
+    """Its consumer pulls the first half of a prompt, and computes the rest."""
+
+    def _available(self, request: Any, remote: dict[str, Any]) -> int:
+        half = super()._available(request, remote) // 2
+        return half - half % self._size
+
+
+class FailsLate(Peer):
+    """Polls for KV that is not offered, and reports the load as failed after five seconds."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.patience = 10**6
+        self._begun: dict[str, float] = {}
+
+    def _offer(self, pull: Pull) -> Offer | None:
+        found = super()._offer(pull)
+        since = self._begun.setdefault(pull.req, time.monotonic())
+        over = found is None and time.monotonic() > since + 5
+        return Offer(pull.req, []) if over else found
+
+
+@pytest.mark.parametrize("connector", [OnlyLongPrompts, HalfOfIt, FailsLate])
+@pytest.mark.parametrize("name", ["transfer.local-hit", "transfer.altered", "transfer.tight"])
+def test_a_peer_may_hand_over_less_or_wait_for_a_time_limit(
+    name: str, connector: type[Peer], tmp_path: Path
+) -> None:
+    for number, variant in enumerate(variants(SPEC.cases[name])):
+        target = Target(f"{__name__}:{connector.__name__}", {})
+        report = run_and_judge(variant, target, SPEC, seed=number, tmp=tmp_path / str(number))
+        assert report.harness_error is None
+        failed = {row.requirement for row in report.rows if row.verdict == "FAIL"}
+        # What a SHOULD recommends it may leave.
+        assert failed <= {"transfer.params-returned"}
+
+
+def test_notes_are_found_out_where_the_two_roles_are_declared(tmp_path: Path) -> None:
+    declared = {"transfer": True, "roles": ["kv_producer", "kv_consumer"]}
+    variant = variants(SPEC.cases["transfer.prompt"])[0]
+    target = Target(PEER, {}, capabilities=declared)
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path)
+    assert (report.capabilities["notes"], report.sources["notes"]) == (True, "inferred")
+    verdicts = {row.requirement: row.verdict for row in report.rows}
+    assert verdicts["transfer.released"] == "PASS"
+
+
 def test_what_a_router_has_to_do_is_found_out(tmp_path: Path) -> None:
-    """Whether a producer returns the token that it sampled, and is told that its KV was loaded."""
+    """Whether a producer hands over, and is told that its KV was loaded; how much is loaded."""
     found = hand_over(Target(PEER, {}), tmp_path / "peer")
-    assert found == HandOver(hands_over=True, notes=True, first_token=True)
+    assert found == HandOver(hands_over=True, notes=True, partial=False)
     leased = hand_over(Target(f"{__name__}:LeaseOnly", {}), tmp_path / "leased")
-    assert leased == HandOver(hands_over=True, notes=False, first_token=True)
+    assert leased == HandOver(hands_over=True, notes=False, partial=False)
     routed = hand_over(Target(ROUTED, {}, router=ROUTER), tmp_path / "routed")
-    assert routed == HandOver(hands_over=True, notes=True, first_token=False)
+    assert routed == HandOver(hands_over=True, notes=True, partial=False)
     assert hand_over(Target(ROUTED, {}), tmp_path / "unrouted") == NOTHING
