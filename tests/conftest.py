@@ -36,7 +36,7 @@ def _threads_of_earlier_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Otherwise every run that forks would begin in a fresh interpreter, which imports vLLM.
     """
-    isolation = sys.modules.get("kvconform.run.isolation")
-    if isolation is not None:
-        monkeypatch.setattr(isolation, "_process", None)
-        isolation.remember_threads()
+    alive = sys.modules.get("kvconform.process.alive")
+    if alive is not None:
+        monkeypatch.setattr(alive._Ours, "process", None)
+        alive.remember()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a process has that may be at work: threads, sockets and child processes.
 
-Sockets and processes are seen where the system lists them in /proc, which is Linux.
+What connectors have is what the process did not have before it imported the first one. So a pool
+that an earlier run has left counts, too. Sockets and processes are seen where the system lists them
+in /proc, which is Linux.
 """
 
 from __future__ import annotations
@@ -9,8 +11,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from kvconform.process import watchdog
 
 FILES = Path("/proc/self/fd")
 TASKS = Path("/proc/self/task")
@@ -27,16 +33,71 @@ class Alive:
     @classmethod
     def now(cls) -> Alive:
         """Return those of this moment."""
-        threads = frozenset(threading.enumerate())
-        return cls(threads, frozenset(_sockets()), frozenset(_children()))
+        return cls(_threads(), frozenset(_sockets()), frozenset(_children()))
 
-    def since(self, earlier: Alive) -> bool:
-        """Return whether there is one that was not there earlier."""
-        return bool(
-            self.threads - earlier.threads
-            or self.sockets - earlier.sockets
-            or self.children - earlier.children
+    def __bool__(self) -> bool:
+        return bool(self.threads or self.sockets or self.children)
+
+    def __or__(self, other: Alive) -> Alive:
+        return Alive(
+            self.threads | other.threads,
+            self.sockets | other.sockets,
+            self.children | other.children,
         )
+
+    def __sub__(self, other: Alive) -> Alive:
+        return Alive(
+            self.threads - other.threads,
+            self.sockets - other.sockets,
+            self.children - other.children,
+        )
+
+
+class _Ours:
+    """What belongs to no connector; `process`: the id of the process that it is about."""
+
+    alive: Alive
+    process: int
+
+
+def remember() -> None:
+    """In a process that was forked since, take what it has now for what it had before connectors.
+
+    It has other threads than its parent had when this module was imported. Only the first call in a
+    process counts; call it before the connector is imported.
+    """
+    if _Ours.process != os.getpid():
+        _Ours.alive, _Ours.process = Alive.now(), os.getpid()
+
+
+@contextmanager
+def of_harness() -> Iterator[None]:
+    """Take what begins within the block for the harness's own."""
+    before = Alive.now()
+    try:
+        yield
+    finally:
+        _Ours.alive |= Alive.now() - before
+
+
+def of_connectors() -> Alive:
+    """Return what connectors have in this process, also what earlier runs have left."""
+    return Alive.now() - _Ours.alive
+
+
+def threads_of_connectors() -> frozenset[threading.Thread]:
+    """Return the threads that connectors have in this process; native ones are not seen."""
+    return _threads() - _Ours.alive.threads
+
+
+def _threads() -> frozenset[threading.Thread]:
+    """Return the threads but for two that may be newer than a connector and are ours.
+
+    In a forked process the main thread is the one that forked.
+    """
+    main = threading.main_thread()
+    threads = threading.enumerate()
+    return frozenset(t for t in threads if t is not main and t.name != watchdog.THREAD)
 
 
 def _children() -> set[int]:
@@ -56,3 +117,6 @@ def _sockets() -> set[str]:
             with contextlib.suppress(OSError):  # it was closed meanwhile
                 found.add(os.readlink(FILES / name))
     return {name for name in found if name.startswith("socket:")}
+
+
+_Ours.alive, _Ours.process = Alive.now(), os.getpid()

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvconform.errors import EnvironmentProblem
+from kvconform.process.alive import of_harness
 
 PORT = re.compile(r"\{port:([a-z][a-z0-9-]*)\}")
 """Placeholder for a free TCP port of this machine; within a process a name stands for one port."""
@@ -157,7 +158,7 @@ class Server:
         else:
             command, shown = list(self.spec.command), " ".join(self.spec.command)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as output:
+        with of_harness(), self.log.open("ab") as output:
             output.write(f"$ {shown}\n".encode())
             output.flush()
             self._guard = subprocess.Popen(

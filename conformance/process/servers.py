@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from kvconform.errors import EnvironmentProblem
+from kvconform.process.alive import of_harness
 from kvconform.process.server import WORDS, Server, ServerSpec, filled, port_names
 
 RANGE = range(20_000, 32_000)
@@ -49,7 +50,8 @@ class Ports:
         for port in _generator.sample(RANGE, 200):
             if not is_free(port):
                 continue
-            lock = _lock(port)
+            with of_harness():
+                lock = _lock(port)
             if lock is not None:
                 self._locks.append(lock)
                 return port

@@ -43,8 +43,7 @@ from kvconform.engine.engine import Engine
 from kvconform.engine.setup import build
 from kvconform.kernels.codes import mix64
 from kvconform.kv.provenance import Adapter, Identity, Registry, text_id
-from kvconform.process import clock
-from kvconform.process.alive import Alive
+from kvconform.process import alive, clock
 from kvconform.run.controls import Controls
 from kvconform.run.damage import Damager
 from kvconform.run.expectations import Expectations, Reloads
@@ -124,7 +123,7 @@ class Driver:
         self.controls = Controls(self.state)
         self.inputs = 0
         """How often a session got more input, or was ended."""
-        self._before = Alive.now()
+        self._threads_before = frozenset(threading.enumerate())
         self.expectations = Expectations(self.state, self._free_blocks)
         self.engine = self._start()
         self._operations = self._table()
@@ -574,11 +573,11 @@ class Driver:
 
     def live_threads(self) -> int:
         """Count the threads that were started since the run began."""
-        return len(set(threading.enumerate()) - self._before.threads)
+        return len(set(threading.enumerate()) - self._threads_before)
 
     def may_work(self) -> bool:
-        """Return whether threads, sockets or processes are there that began with this run."""
-        return Alive.now().since(self._before)
+        """Return whether connectors have threads, sockets or processes in this process."""
+        return bool(alive.of_connectors())
 
     def shutdown(self) -> None:
         """Shut the connector down."""

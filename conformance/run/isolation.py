@@ -15,7 +15,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from kvconform.contract.events import lifecycle
 from kvconform.contract.steps import forks, restarts_process
 from kvconform.files import scratch_root
-from kvconform.process import scratch, watchdog
+from kvconform.process import alive, scratch, watchdog
 from kvconform.process.supervisor import dies_with_parent
 from kvconform.process.watchdog import HookTimeout
 
@@ -38,10 +37,6 @@ if TYPE_CHECKING:
     from kvconform.run.records import Progress, Run
 
 HASH_SEED = "4242"
-_before = frozenset(threading.enumerate())
-"""Threads that existed before any connector."""
-_process = os.getpid()
-"""The process that `_before` is about."""
 LIMIT = 120.0
 HOOKS = 6
 """Time limit of a run in a fresh interpreter: LIMIT seconds, or HOOKS hooks at their limit.
@@ -55,30 +50,13 @@ class ElsewhereError(RuntimeError):
     """A failure of the other process; the text says which."""
 
 
-def remember_threads() -> None:
-    """In a process that was forked since, take the present threads for those before any connector.
-
-    It has other threads than its parent had when this module was imported. Only the first call in a
-    process counts; call it before the connector is imported.
-    """
-    global _before, _process
-    if _process != os.getpid():
-        _before, _process = frozenset(threading.enumerate()), os.getpid()
-
-
 def left_behind() -> list[str]:
     """Return the names of the threads that connectors have left in this process.
 
     Code in a forked process may wait for these threads, but they do not exist there. vLLM never
     starts a process like that. Threads of native libraries are not visible.
     """
-    # In a forked process the main thread is the one that forked.
-    known = {*_before, threading.main_thread()}
-    return sorted(
-        each.name
-        for each in threading.enumerate()
-        if each not in known and each.name != watchdog.THREAD
-    )
+    return sorted(each.name for each in alive.threads_of_connectors())
 
 
 def cannot_fork(steps: Sequence[Any], relation: str) -> bool:

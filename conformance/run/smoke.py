@@ -56,11 +56,11 @@ def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> st
                 f"vLLM cannot be imported, or lacks what kvconform needs: {reason}"
             ) from error
     from kvconform.observe.static_checks import constructor
-    from kvconform.run import isolation
+    from kvconform.process import alive
     from kvconform.run.promises import Plain, plain_case
     from kvconform.run.runner import run_variant
 
-    isolation.remember_threads()
+    alive.remember()
     with _in_time(f"import of {target.connector}", limit):
         adapters.install(target.adapters)
         target.resolve()

@@ -34,7 +34,10 @@ HELD = 0.25
 MORE = 5.0
 """How many times these are waited while the connector has something that may be at work."""
 PATIENCE = 60.0
-"""Seconds that one process waits beyond that, in all: threads and sockets may be idle for ever."""
+"""Seconds that one process waits beyond that, in all: threads and sockets may be idle for ever.
+
+Also those that earlier runs have left.
+"""
 LOOK = 0.05
 """Seconds between two looks at what the connector has."""
 

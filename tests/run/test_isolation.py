@@ -7,6 +7,7 @@ import multiprocessing
 import threading
 from multiprocessing.connection import Connection
 
+from kvconform.process import alive
 from kvconform.run import isolation
 
 
@@ -18,10 +19,10 @@ def _in_fork(connection: Connection) -> None:
 
     start("harness")
     before = isolation.left_behind()
-    isolation.remember_threads()
+    alive.remember()
     remembered = isolation.left_behind()
     start("connector")
-    isolation.remember_threads()  # not the first time, so it changes nothing
+    alive.remember()  # not the first time, so it changes nothing
     connection.send((before, remembered, isolation.left_behind()))
     over.set()
 
@@ -38,6 +39,6 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
 def test_in_the_process_of_the_import_nothing_changes() -> None:
     over = threading.Event()
     threading.Thread(target=over.wait, name="connector", daemon=True).start()
-    isolation.remember_threads()
+    alive.remember()
     assert "connector" in isolation.left_behind()
     over.set()

@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +22,12 @@ import pytest
 from core_rig import check_ok, run_case, select
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
+from kvconform.contract.trace import Trace
 from kvconform.judge.describe import describe
 from kvconform.judge.records import Verdict
 from kvconform.process import clock
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.run import stall
 from kvconform.run.case import run_and_judge
 
 RUN: dict[str, Any] = {"run": {}}
@@ -40,6 +47,17 @@ class Leases(ReferenceConnector):
         over = {req for req, end in ends.items() if time.monotonic() > end}
         self._ends = {req: end for req, end in ends.items() if req not in over}
         return over, super().get_finished(finished_req_ids)[1]
+
+
+class Imported(Leases):
+    """Reads the clock by a name that this module has imported."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[Any, Any]:
+        ends = self.__dict__.setdefault("_ends", {})
+        ends.update(dict.fromkeys(finished_req_ids, monotonic() + 60))
+        over = {req for req, end in ends.items() if monotonic() > end}
+        self._ends = {req: end for req, end in ends.items() if req not in over}
+        return over, super(Leases, self).get_finished(finished_req_ids)[1]
 
 
 class Slow(Leases):
@@ -64,9 +82,10 @@ class Never(Leases):
 
 
 @pytest.mark.parametrize("engine", ["reference", "vllm"])
-def test_a_lease_runs_out_in_a_moment(engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("connector", ["Leases", "Imported"])
+def test_a_lease_runs_out_in_a_moment(connector: str, engine: str, tmp_path: Path) -> None:
     before = clock.monotonic()
-    run = run_case(f"{__name__}:Leases", ONE, tmp_path, engine=engine)
+    run = run_case(f"{__name__}:{connector}", ONE, tmp_path, engine=engine)
     assert clock.monotonic() - before < 30
     check_ok(run)
     assert select(run.trace, "transfer.reported", direction="send")
@@ -170,3 +189,127 @@ def test_blocks_are_held_while_something_of_the_connector_is_at_work(
     check_ok(run)
     assert select(run.trace, "transfer.reported", direction="send")
     assert not select(run.trace, "clock.advanced")
+
+
+class Pooled(Leases):
+    """Releases blocks from a thread of a pool that the whole process shares."""
+
+    pool: ThreadPoolExecutor
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[Any, Any]:
+        works: dict[str, Future[None]] = self.__dict__.setdefault("_works", {})
+        for req in finished_req_ids:
+            works[req] = self.pool.submit(time.sleep, 0.25)
+        over = {req for req, work in works.items() if work.done()}
+        self._works = {req: work for req, work in works.items() if req not in over}
+        return over, super(Leases, self).get_finished(finished_req_ids)[1]
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(Pooled, "pool", pool, raising=False)
+        yield pool
+
+
+def test_a_pool_of_an_earlier_run_is_waited_for(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+    """With one thread, the second run starts none."""
+    for name in ("first", "second"):
+        run = run_case(f"{__name__}:Pooled", ONE, tmp_path / name, stall=0.4)
+        check_ok(run)
+        assert select(run.trace, "transfer.reported", direction="send")
+        assert not select(run.trace, "clock.advanced"), name
+
+
+def test_an_idle_pool_prolongs_stalls_only_so_long(
+    pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.submit(int).result()
+    monkeypatch.setattr(stall, "PATIENCE", 0.5)
+    monkeypatch.setattr(stall._Spent, "seconds", 0.0)
+    waited = []
+    for name in ("first", "second"):
+        before = stall._Spent.seconds
+        run_case(f"{__name__}:Never", ONE, tmp_path / name, stall=0.2)
+        waited.append(stall._Spent.seconds - before)
+    assert waited[0] > 0.1
+    assert sum(waited) < 0.7, "PATIENCE, but for the last look"
+
+
+class Detector:
+    """A detector of stalls, in front of engines with these requests; seconds pass as it sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, at_work: bool = False) -> None:
+        self.now, self.at_work = 0.0, at_work
+        self.requests: dict[str, Any] = {}
+        self.queue: list[Any] = []
+        self.trace = Trace()
+        self.trace.step = 1
+        self.target = Target("x:Y", {}, stall_seconds=2.0)
+        scheduler = SimpleNamespace(requests=self.requests)
+        self.all_engines = [SimpleNamespace(queue=self.queue, scheduler=scheduler)]
+        monkeypatch.setattr(stall, "clock", SimpleNamespace(monotonic=self.real, advance=self.real))
+        monkeypatch.setattr(stall, "time", SimpleNamespace(sleep=self.sleep))
+        monkeypatch.setattr(stall._Spent, "seconds", 0.0)
+
+    def real(self, _: float = 0) -> float:
+        return self.now
+
+    def sleep(self, _: float) -> None:
+        self.now += 0.1
+
+    def live_threads(self) -> int:
+        return 0
+
+    def may_work(self) -> bool:
+        return self.at_work
+
+    def has(self, **statuses: str) -> None:
+        for name, status in statuses.items():
+            ended = status.startswith("FINISHED")
+            state = SimpleNamespace(name=status)
+            self.requests[name] = SimpleNamespace(
+                status=state, is_finished=lambda ended=ended: ended
+            )
+
+    def stall(self) -> tuple[float, float]:
+        """Return after how many seconds it is a stall, and how far the clock was set forward."""
+        began, detector = self.now, stall.StallDetector(self)  # type: ignore[arg-type]
+        for _ in itertools.takewhile(lambda _: not detector.stalled(), range(10_000)):
+            pass
+        return self.now - began, detector.leapt
+
+
+def test_held_blocks_may_wait_for_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Detector(monkeypatch)
+    driver.has(a="FINISHED_STOPPED", b="WAITING")
+    assert driver.stall()[1] == stall.LEASE
+
+
+def test_without_held_blocks_there_is_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Detector(monkeypatch)
+    driver.has(b="WAITING")
+    seconds, leapt = driver.stall()
+    assert leapt == 0
+    assert seconds == pytest.approx(2.0, abs=0.2)
+
+
+def test_with_tokens_in_flight_no_lease_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Detector(monkeypatch)
+    driver.has(a="FINISHED_STOPPED")
+    flight = SimpleNamespace(output=SimpleNamespace(total_num_scheduled_tokens=1))
+    driver.queue.append(flight)
+    assert driver.stall()[1] == 0
+    flight.output.total_num_scheduled_tokens = 0
+    assert driver.stall()[1] == stall.LEASE, "a step without tokens is none of its work"
+
+
+def test_what_is_at_work_is_waited_for_until_patience_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Detector(monkeypatch, at_work=True)
+    driver.has(b="WAITING")
+    assert driver.stall()[0] == pytest.approx(12.0, abs=0.5)
+    seconds = [driver.stall()[0] for _ in range(10)]
+    assert seconds[-1] == pytest.approx(2.0, abs=0.2)
+    assert sum(seconds) + 12 == pytest.approx(11 * 2.0 + stall.PATIENCE, abs=3)
