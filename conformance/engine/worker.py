@@ -7,11 +7,11 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from kvconform.compat.attention import Attended
 from kvconform.compat.step import runner_output
 from kvconform.compat.vllm_api import ModelRunnerOutput, torch
 from kvconform.contract.trace import Trace
@@ -90,14 +90,6 @@ class Overlap:
     def pending(self) -> bool:
         """Whether writes are taken back now."""
         return bool(self._held)
-
-
-class AttentionMetadata(SimpleNamespace):
-    """A layer's `attn_metadata`, as this model passes it.
-
-    slot_mapping [tokens] int64, query_start_loc [reqs + 1], seq_lens [reqs],
-    block_table [reqs, blocks], num_actual_tokens.
-    """
 
 
 @dataclass
@@ -252,7 +244,7 @@ class Worker:
             tops=[hi for _, _, hi in spans],
         )
 
-    def attention_metadata(self) -> tuple[dict[str, AttentionMetadata], dict[str, Any]]:
+    def attention_metadata(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return (attn_metadata, slot_mapping) by layer name, as the forward context holds them."""
         made = [self._metadata_of(number, group) for number, group in enumerate(self.cache.groups)]
         by_name = {
@@ -260,7 +252,7 @@ class Worker:
         }
         return by_name, {name: metadata.slot_mapping for name, metadata in by_name.items()}
 
-    def _metadata_of(self, number: int, group: Group) -> AttentionMetadata:
+    def _metadata_of(self, number: int, group: Group) -> Any:
         slots = np.concatenate([row.by_group[number] for row in self.rows])
         tables = [row.state.tables[number] for row in self.rows]
         table: np.ndarray = np.zeros((len(self.rows), max(map(len, tables))), dtype=np.int32)
@@ -268,13 +260,13 @@ class Worker:
             table[index, : len(blocks)] = blocks
         starts = np.cumsum([0, *(row.count for row in self.rows)], dtype=np.int32)
         lengths = np.array([row.start + row.count for row in self.rows], dtype=np.int32)
-        return AttentionMetadata(
-            slot_mapping=torch.from_numpy(self.cache.mapping(slots, group)),
-            num_actual_tokens=len(slots),
-            query_start_loc=torch.from_numpy(starts),
-            seq_lens=torch.from_numpy(lengths),
-            block_table=torch.from_numpy(self.cache.kernel_table(table)),
+        attended = Attended(
+            slots=self.cache.mapping(slots, group),
+            starts=starts,
+            lengths=lengths,
+            table=self.cache.kernel_table(table),
         )
+        return attended.latent_metadata() if group.kind == "latent" else attended.metadata()
 
     def write_layer(self, layer: int) -> None:
         """Run the KV update of one layer: write this step's tokens to their slots.

@@ -6,7 +6,7 @@ One is a worker without a scheduler; the other runs whole cases written as lists
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from kvconform.contract.trace import Trace
 from kvconform.engine.batch import Batch, Script
 from kvconform.engine.worker import Worker
 from kvconform.kernels.codes import CodeBook
-from kvconform.kv.cache import PagedCache
+from kvconform.kv.cache import Group, PagedCache
 from kvconform.kv.oracle import Grant, Oracle
 from kvconform.kv.provenance import Identity, Registry
 from kvconform.run.records import Run
@@ -87,13 +87,14 @@ class Machine:
     identities: dict[str, Identity] = field(default_factory=dict)
     generations: dict[str, int] = field(default_factory=dict)
     blocks: int = 12
+    groups: Sequence[Group] = ()
 
     def __post_init__(self) -> None:
         self.book = CodeBook(2, 2, 16)
         self.trace, self.registry = Trace(), Registry(self.book)
-        self.cache = PagedCache(self.book, self.blocks, BLOCK)
+        self.cache = PagedCache(self.book, self.blocks, BLOCK, groups=self.groups)
         self.oracle = Oracle(self.cache, self.registry, self.trace, lambda: self.tables)
-        self.batch = Batch(BLOCK, self.lookup)
+        self.batch = Batch(BLOCK, self.lookup, self.groups)
         self.worker = Worker(
             self.cache, self.registry, self.trace, self.oracle, self.batch, lambda ids, plain: None
         )
