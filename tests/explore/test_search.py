@@ -53,6 +53,21 @@ def test_an_unknown_defect_is_told(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "there is no defect 'nobody-knows-this'" in capsys.readouterr().err
 
 
+def test_the_options_are_those_of_other_commands(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "found.jsonl"
+    assert explore_defects.main(["kills-process", "--executor", "here", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["left_out"] == "may end the process that it runs in"
+    for given, said in (
+        (["--executor", "nowhere"], "there is no executor 'nowhere'"),
+        (["--jobs", "0"], "0 is no number of workers"),
+    ):
+        with pytest.raises(SystemExit):
+            explore_defects.main(["kills-process", *given])
+        assert said in capsys.readouterr().err
+
+
 def test_what_no_event_can_have_broken_is_not_broken(tmp_path: Path) -> None:
     """Exploration judges only what `at_stake` leaves; the rest must not fail in full judgement."""
     from kvconform.explore.draw import drawn
