@@ -118,7 +118,6 @@ def run(
     for warning in warnings:
         console.print(f"warning: {warning}")
     seed = settings.seed + (int(time.time()) // 86_400 if chosen.daily else 0)
-    count = chosen.examples if examples is None else examples
     console.print(
         f"kvconform explore  {settings.connector}  vLLM {vllm}"
         f" · profile {profile}: {chosen.text} · seed {seed}"
@@ -133,6 +132,8 @@ def run(
         )
     if corpus.unreadable:
         console.print(f"warning: an entry of the corpus is left out: {corpus.unreadable}")
+    replayed = corpus.failing + len(corpus.seeds) if chosen.guided else 0
+    count = chosen.examples + replayed if examples is None else examples
     workloads = first(_workloads(settings, chosen, seed, count, corpus), count)
     again = shlex.join([*run_of(settings), *settings.arguments])
 

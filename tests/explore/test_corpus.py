@@ -187,12 +187,12 @@ def test_what_cannot_be_saved_now_is_saved_later(
     corpus.add(some(2)[1], Outcome(pairs=[("b", "x")]))
     monkeypatch.setattr(corpus, "_next_look", 0.0)
     corpus.look()
-    assert corpus.lost == "nobody is there" and not opened(tmp_path).seeds
+    assert corpus.lost == "ConnectionError: nobody is there" and not opened(tmp_path).seeds
     flaky.down = False
     corpus.end()
     assert corpus.lost is None and opened(tmp_path).seeds == some(2)
     flaky.down = True
-    with pytest.raises(EnvironmentProblem, match="the corpus cannot be read: nobody is there"):
+    with pytest.raises(EnvironmentProblem, match="read: ConnectionError: nobody is there"):
         Corpus(flaky, "x")
 
 

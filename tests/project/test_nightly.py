@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from kvconform.config import catalogue
 from kvconform.contract.yaml12 import parse
 from kvconform.dev import nightly
-from kvconform.dev.mutants.subject import subjects
+from kvconform.dev.mutants.subject import Subject, subjects
 from kvconform.dev.nightly import Part
 from kvconform.explore.places import ARTIFACT
 from places import ROOT
@@ -76,8 +77,13 @@ def test_names_of_parts_differ_and_shards_draw_other_workloads() -> None:
     assert len({re.search(r"--seed (\S+)", each)[1] for each in shards}) == len(shards)  # type: ignore[index]
 
 
-def test_every_subject_has_its_mutants() -> None:
-    assert set(JOBS["mutants"]["strategy"]["matrix"]["subject"]) == set(subjects())
+def test_every_subject_that_needs_no_package_has_its_mutants() -> None:
+    def needs(subject: Subject) -> list[str]:
+        entries = [setup.catalogue for setup in subject.setups if setup.catalogue is not None]
+        return [package for entry in entries for package in catalogue.named(entry).requires]
+
+    wanted = {name for name, subject in subjects().items() if not needs(subject)}
+    assert set(JOBS["mutants"]["strategy"]["matrix"]["subject"]) == wanted
 
 
 def test_the_corpus_is_kept_after_a_failure_and_found_by_its_name() -> None:
