@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict
 
 from kvconform.config.limits import in_seconds
 from kvconform.dev.defects import specification
-from kvconform.errors import UsageError
+from kvconform.errors import KvconformError, UsageError
 from kvconform.execute.answers import Death
 from kvconform.execute.choice import Choice, add_options, executor, parse
 from kvconform.execute.work import Calls
@@ -197,15 +197,19 @@ def main(arguments: list[str] | None = None) -> int:
         Turn(number, name, seed, given.batch, given.small)
         for number, (name, seed) in enumerate(coming)
     )
-    for batch in _results(turns, where, given.jobs, began + limit):
-        state.add(batch)
-        _keep(batch, given.out)
-        state.seconds = before + time.monotonic() - began
-        if given.state is not None:
-            given.state.write_text(state.model_dump_json())
-        if time.monotonic() - last_line > 60:
-            last_line = time.monotonic()
-            print(_line(state), flush=True)
+    try:
+        for batch in _results(turns, where, given.jobs, began + limit):
+            state.add(batch)
+            _keep(batch, given.out)
+            state.seconds = before + time.monotonic() - began
+            if given.state is not None:
+                given.state.write_text(state.model_dump_json())
+            if time.monotonic() - last_line > 60:
+                last_line = time.monotonic()
+                print(_line(state), flush=True)
+    except KvconformError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return error.code
     print(_line(state), flush=True)
     return int(bool(state.failures))
 

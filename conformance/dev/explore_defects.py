@@ -25,7 +25,7 @@ from kvconform.config.limits import in_seconds
 from kvconform.contract.loader import Spec
 from kvconform.dev.defect import Defect
 from kvconform.dev.defects import known_defects, served, specification, target_of
-from kvconform.errors import UsageError
+from kvconform.errors import KvconformError, UsageError
 from kvconform.execute.answers import Death
 from kvconform.execute.choice import Choice, add_options, executor, parse
 from kvconform.execute.work import Calls
@@ -233,12 +233,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     results: list[Search] = []
     turns = [Turn(name, limit, given.seed, not given.no_shrink) for name in names]
-    for each in _results(turns, where, where.workers(given.jobs, 1)):
-        results.append(each)
-        _print(each)
-        if given.out is not None:
-            with given.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(each)) + "\n")
+    try:
+        for each in _results(turns, where, where.workers(given.jobs, 1)):
+            results.append(each)
+            _print(each)
+            if given.out is not None:
+                with given.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(each)) + "\n")
+    except KvconformError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return error.code
     return summarise(results)
 
 

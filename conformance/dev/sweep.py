@@ -28,7 +28,7 @@ from kvconform.contract.case import SLOW, Case, Device, Variant
 from kvconform.contract.loader import load_spec
 from kvconform.contract.steps import forks
 from kvconform.dev.defects import specification
-from kvconform.errors import UsageError
+from kvconform.errors import KvconformError, UsageError
 from kvconform.execute.answers import Death
 from kvconform.execute.choice import Choice, executor, parse
 from kvconform.execute.work import Calls
@@ -241,11 +241,15 @@ def main(
     print(f"{len(names)} connectors, {cases}, {each_runs}, {seeds} seeds", flush=True)
     end = None if limit is None else start + limit
     coming = turns(names, runs, _until(end, range(first_seed, first_seed + seeds)), share)
-    for seed, tally in sweep(coming, choice, jobs):
-        print(*tally.alarms, sep="\n", end="\n" if tally.alarms else "")
-        counts = f"{tally.runs - tally.unsupported} runs judged, {len(tally.alarms)} alarms"
-        print(f"seed {seed}: {counts}, {time.monotonic() - start:.0f} s", flush=True)
-        alarms += len(tally.alarms)
+    try:
+        for seed, tally in sweep(coming, choice, jobs):
+            print(*tally.alarms, sep="\n", end="\n" if tally.alarms else "")
+            counts = f"{tally.runs - tally.unsupported} runs judged, {len(tally.alarms)} alarms"
+            print(f"seed {seed}: {counts}, {time.monotonic() - start:.0f} s", flush=True)
+            alarms += len(tally.alarms)
+    except KvconformError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        sys.exit(error.code)
     sys.exit(int(bool(alarms)))
 
 
