@@ -73,19 +73,20 @@ def _database(place: str) -> ExampleDatabase:
 
 
 def _redis(url: str) -> ExampleDatabase:
+    shown = re.sub("//[^@/]*@", "//", url)  # without a password
     try:
         from hypothesis.extra.redis import RedisExampleDatabase
         from redis import Redis
         from redis.exceptions import RedisError
     except ImportError:
         raise UsageError(
-            f"--corpus {url} needs the package redis: pip install 'kvconform[stores]'"
+            f"--corpus {shown} needs the package redis: pip install 'kvconform[stores]'"
         ) from None
     try:
         client = Redis.from_url(url, socket_timeout=10, socket_connect_timeout=10)
         client.ping()
     except (RedisError, ValueError) as error:
-        raise EnvironmentProblem(f"--corpus {url} cannot be used: {one_line(error)}") from None
+        raise EnvironmentProblem(f"--corpus {shown} cannot be used: {one_line(error)}") from None
     return RedisExampleDatabase(
         client,
         expire_after=KEPT,

@@ -243,3 +243,10 @@ def test_places(tmp_path: Path) -> None:
 def test_a_place_that_is_none_is_a_sentence(place: str, said: str) -> None:
     with pytest.raises((UsageError, EnvironmentProblem), match=f"--corpus {place}.*{said}"):
         database([place])
+
+
+def test_a_password_is_not_shown() -> None:
+    with pytest.raises(EnvironmentProblem) as refused:
+        database(["redis://me:secret@127.0.0.1:1/0"])
+    assert "redis://127.0.0.1:1/0 cannot be used" in refused.value.message
+    assert "secret" not in refused.value.message
