@@ -5,9 +5,11 @@ The store, its client and the connector's own code are used unchanged. The conne
 event after each step, and its threads wait for it. Without CUDA, a step's KV is complete when the
 hook is called, so the event that replaces it has nothing to wait for.
 
-The connector's `shutdown` leaves the sockets of its lookups open. In production they end with the
-process; here the next garbage collection would wait for them forever. `around` closes them after
-each run.
+The connector's `shutdown` closes the store and nothing else. In production the rest ends with the
+process; `around` ends it after each run:
+
+- The sockets of its lookups, for which the next garbage collection would wait forever.
+- The threads that transfer KV. Each keeps its worker half and the memory of the closed store.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from kvconform.adapters.registry import Adapter
 
 _made: list[Any] = []
 """The ends of lookup channels (LookupKeyServer, LookupKeyClient) that are not closed."""
+_transferring: list[Any] = []
+"""The threads that transfer KV (KVTransferThread) and are not ended."""
 _left: list[Any] = []
 """Ends whose thread does not stop. They must not be closed, not even by garbage collection."""
 
@@ -46,25 +50,33 @@ class Event:
 
 
 def install() -> None:
-    """Replace torch.cuda.Event if there is no CUDA, and record every end of a lookup channel."""
+    """Replace torch.cuda.Event if there is no CUDA; record lookup channels and transfer threads."""
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import worker
 
     if not torch.cuda.is_available():
         torch.cuda.Event = Event
     for end in (worker.LookupKeyServer, worker.LookupKeyClient):
-        _note(end)
+        _note(end, _made)
+    _note(worker.KVTransferThread, _transferring)
+    run = worker.KVTransferThread.run
+
+    def until_exit(self: Any) -> None:
+        with suppress(SystemExit):  # an exception in a thread would be kept, with the worker half
+            run(self)
+
+    worker.KVTransferThread.run = until_exit
 
 
-def _note(end: Any) -> None:
-    """Record every instance of a class."""
-    construct = end.__init__
+def _note(kind: Any, made: list[Any]) -> None:
+    """Append every instance of a class to `made`."""
+    construct = kind.__init__
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        _made.append(self)
+        made.append(self)
 
-    end.__init__ = noted
+    kind.__init__ = noted
 
 
 def _reachable(server: Any) -> bool:
@@ -111,13 +123,31 @@ def _close(end: Any) -> None:
     ending.join(2)
 
 
+def _exit(request: object) -> None:
+    """End the thread. KVTransferThread.run catches every Exception, which SystemExit is not."""
+    raise SystemExit
+
+
+def _end(threads: list[Any]) -> None:
+    """End transfer threads with their next request; they have no other end."""
+    for thread in threads:
+        thread._handle_request = _exit
+        thread.request_queue.put(_exit)
+    for thread in threads:
+        if thread.is_alive():
+            thread.join(2)
+
+
 @contextmanager
 def fresh() -> Iterator[None]:
-    """Close the sockets of the run afterwards. May be nested (a run inside a run)."""
+    """End what the run left behind afterwards. May be nested (a run inside a run)."""
     count = len(_made)
+    threads = len(_transferring)
     try:
         yield
     finally:
+        _end(_transferring[threads:])
+        del _transferring[threads:]
         for end in reversed(_made[count:]):  # clients before servers
             _close(end)
         del _made[count:]

@@ -144,8 +144,9 @@ class Respond(Model):
 class Relate(Model):
     """The projections of all matching events of two runs of one case are equal.
 
-    They are compared in order within each group `per` (one group if absent). `ordered: false`
-    compares them as bags. With `prefix`, a group that only stops earlier is equal.
+    They are compared in order within each group `per` (one group if absent). With `prefix`, a group
+    that only stops earlier is equal. With `common`, groups that have one value in common are equal,
+    and so are those that only one run has.
     """
 
     runs: list[Relation] = Field(min_length=2, max_length=2)
@@ -153,8 +154,8 @@ class Relate(Model):
     where: Check | None = None
     project: Check
     per: Check | None = None
-    ordered: bool = True
     prefix: bool = False
+    common: bool = False
 
 
 def _capability_text(value: Any) -> Any:

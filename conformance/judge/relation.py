@@ -2,14 +2,14 @@
 """`relate`: a property of two runs of one case, such as equal tokens with and without connector.
 
 The matching events of each run are projected to values and grouped by `per` (one group if absent).
-The groups must be equal in order, or as bags (`ordered: false`). With `prefix`, a group that only
-stops earlier is equal, too: an abort may land at another token.
+The groups must be equal. With `prefix`, a group that only stops earlier is equal, too: an abort may
+land at another token. With `common`, one value that both
+runs have is enough: a connector with threads may do more of one kind, or in other parts.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -110,8 +110,8 @@ class RelateMonitor(Monitor):
         """Return the first difference of a group in two runs, or None if there is none."""
         relate = self.requirement.relate
         assert relate is not None
-        if not relate.ordered:
-            return _bag_difference(first, second)
+        if relate.common:
+            return _nothing_in_common(first, second)
         for index, (left, right) in enumerate(zip(first, second, strict=False)):
             if left[0] != right[0]:
                 return index, left, right
@@ -138,29 +138,11 @@ def _in_words(side: Side | None) -> str:
     return describe(dict(event)) or f"{event['kind']} {value!r}"
 
 
-def _bag_difference(first: list[Side], second: list[Side]) -> Difference | None:
-    """Return the first item of either side that the other one has less often, or None."""
-    ours = Counter(hashable(value) for value, _ in first)
-    theirs = Counter(hashable(value) for value, _ in second)
-    one = _first_surplus(first, ours, theirs)
-    two = _first_surplus(second, theirs, ours)
-    found = one or two
-    if found is None:
-        return None
-    left = one[1] if one is not None else None
-    right = two[1] if two is not None else None
-    return found[0], left, right
-
-
-def _first_surplus(
-    side: list[Side], mine: Counter[Hashable], others: Counter[Hashable]
-) -> tuple[int, Side] | None:
-    """Return the first item that this side has more often than the other one, with its index."""
-    for index, item in enumerate(side):
-        key = hashable(item[0])
-        if mine[key] > others[key]:
-            return index, item
-    return None
+def _nothing_in_common(first: list[Side], second: list[Side]) -> Difference | None:
+    """Return the first items if both runs have some, and none of them is equal."""
+    ours = {hashable(value) for value, _ in first}
+    theirs = {hashable(value) for value, _ in second}
+    return (0, first[0], second[0]) if ours and theirs and not ours & theirs else None
 
 
 def relate_runs(

@@ -212,10 +212,10 @@ def _relate_lines(req: Requirement) -> list[str]:
     """Return the lines of a check that compares two runs."""
     relate = req.relate
     assert relate is not None
-    order = "" if relate.ordered else ", in any order"
+    how = "agree on" if not relate.common else "have in common, where both have one, a"
     lines = [
-        f"the runs {relate.runs[0]} and {relate.runs[1]} agree on `{relate.project}`"
-        f" of every {relate.event}{order}"
+        f"the runs {relate.runs[0]} and {relate.runs[1]} {how} `{relate.project}`"
+        f" of every {relate.event}"
     ]
     if relate.where:
         lines.append(f"where  `{relate.where}`")

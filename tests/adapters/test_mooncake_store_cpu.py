@@ -45,10 +45,15 @@ def test_it_stores_and_loads_and_closes_what_it_opened(
     ends: list[Any] = []
     close = adapter._close
     monkeypatch.setattr(adapter, "_close", lambda end: (ends.append(end), close(end)))
+    threads: list[threading.Thread] = []
+    end_all = adapter._end
+    monkeypatch.setattr(adapter, "_end", lambda made: (threads.extend(made), end_all(made)))
     report = judged(ENTRY, CASE, tmp_path, monkeypatch)
     assert not noticed(report) and row(report, "load.complete-or-failed").exercised
     assert ends and all(end.ctx.closed for end in ends) and not adapter._made
     assert not any(getattr(end, "thread", None) in threading.enumerate() for end in ends)
+    assert threads and not any(each.is_alive() for each in threads)
+    assert not adapter._transferring
 
 
 def test_an_event_that_fails_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
