@@ -204,6 +204,18 @@ def defects(session: nox.Session) -> None:
 
 
 @nox.session
+def dev(session: nox.Session) -> None:
+    """Run a module of kvconform.dev in the shared environment.
+
+    For example: `-- explore_correct --minutes 60`, or `-- sweep --seeds 3`.
+    """
+    env, rest = prepare(session)
+    if not rest:
+        session.error("name a module of kvconform.dev")
+    env.run("-m", f"kvconform.dev.{rest[0]}", *rest[1:])
+
+
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Judge mutants of correct connectors, and list those that the suite does not find.
 
@@ -218,9 +230,14 @@ def independent(session: nox.Session) -> None:
     """Judge correct connectors that share no code with the suite: none may fail.
 
     All cases on both engines, then random workloads; about half an hour. Names after `--` select
-    connectors of tests/independent. One that fails does not keep the others from being judged.
+    connectors of tests/independent; `--seed N` draws other tokens and workloads. One that fails
+    does not keep the others from being judged.
     """
     env, rest = prepare(session)
+    parser = argparse.ArgumentParser(prog="nox -s independent --", add_help=False)
+    parser.add_argument("--seed", default="0")
+    given, rest = parser.parse_known_args(rest)
+    seed = ("--seed", given.seed)
     folder = noxenv.ROOT / "tests" / "independent"
     not_explored = json.loads((folder / "not_explored.json").read_text(encoding="utf-8"))
     failed = []
@@ -228,11 +245,11 @@ def independent(session: nox.Session) -> None:
         config = str(folder / f"{name}.toml")
         report = str(noxenv.ROOT / "kvconform-report" / name)
         try:
-            env.run("-m", "kvconform", "run", "--config", config, "--report-dir", report)
+            env.run("-m", "kvconform", "run", "--config", config, "--report-dir", report, *seed)
             if name in not_explored:
                 session.log(f"{name} is not explored: {not_explored[name]}")
                 continue
-            env.run("-m", "kvconform", "explore", "--config", config, "--examples", EXAMPLES)
+            env.run("-m", "kvconform", "explore", "--config", config, "--examples", EXAMPLES, *seed)
         except CommandFailed:
             failed.append(name)
     if failed:

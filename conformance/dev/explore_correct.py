@@ -28,9 +28,9 @@ from pydantic import BaseModel, ConfigDict
 
 from kvconform.config.limits import in_seconds
 from kvconform.dev.defects import specification
-from kvconform.errors import UsageError
+from kvconform.errors import KvconformError, UsageError
 from kvconform.execute.answers import Death
-from kvconform.execute.choice import Choice, executor, parse
+from kvconform.execute.choice import Choice, add_options, executor, parse
 from kvconform.execute.work import Calls
 from kvconform.explore.draw import drawn
 from kvconform.explore.workload import text_of
@@ -80,13 +80,13 @@ class State(BaseModel):
         self.guarantees = dict(Counter(self.guarantees) + Counter(batch.guarantees))
 
 
-def batches(names: list[str], first: int) -> Iterator[tuple[str, int]]:
-    """Yield (variant, seed) without end: all variants with one seed, then with the next.
+def batches(names: list[str], first: int, seed: int = 0) -> Iterator[tuple[str, int]]:
+    """Yield (variant, seed) without end: all variants with `seed`, then with the next.
 
     `first` is the number of pairs to skip.
     """
     for number in itertools.count(first):
-        yield names[number % len(names)], number // len(names)
+        yield names[number % len(names)], seed + number // len(names)
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--batch", type=int, default=25, help="workloads on one variant at a time (default: 25)"
     )
+    parser.add_argument("--seed", type=int, default=0, help="of the first batches (default: 0)")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--jobs", type=int, help="workers (default: one per CPU)")
-    parser.add_argument("--executor", help="processes, here, or a Ray cluster (docs/scale.md)")
+    add_options(parser)
     parser.add_argument("--state", type=Path, help="file that stores the progress")
     parser.add_argument(
         "--out",
@@ -192,20 +192,24 @@ def main(arguments: list[str] | None = None) -> int:
     last_line = 0.0
     before = state.seconds
     missing = max(0, math.ceil((given.workloads - state.workloads) / given.batch))
-    coming = islice(batches(given.names or list(VARIANTS), state.batches), missing)
+    coming = islice(batches(given.names or list(VARIANTS), state.batches, given.seed), missing)
     turns = (
         Turn(number, name, seed, given.batch, given.small)
         for number, (name, seed) in enumerate(coming)
     )
-    for batch in _results(turns, where, given.jobs, began + limit):
-        state.add(batch)
-        _keep(batch, given.out)
-        state.seconds = before + time.monotonic() - began
-        if given.state is not None:
-            given.state.write_text(state.model_dump_json())
-        if time.monotonic() - last_line > 60:
-            last_line = time.monotonic()
-            print(_line(state), flush=True)
+    try:
+        for batch in _results(turns, where, given.jobs, began + limit):
+            state.add(batch)
+            _keep(batch, given.out)
+            state.seconds = before + time.monotonic() - began
+            if given.state is not None:
+                given.state.write_text(state.model_dump_json())
+            if time.monotonic() - last_line > 60:
+                last_line = time.monotonic()
+                print(_line(state), flush=True)
+    except KvconformError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return error.code
     print(_line(state), flush=True)
     return int(bool(state.failures))
 

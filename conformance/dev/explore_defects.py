@@ -7,17 +7,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -26,7 +25,10 @@ from kvconform.config.limits import in_seconds
 from kvconform.contract.loader import Spec
 from kvconform.dev.defect import Defect
 from kvconform.dev.defects import known_defects, served, specification, target_of
-from kvconform.errors import UsageError
+from kvconform.errors import KvconformError, UsageError
+from kvconform.execute.answers import Death
+from kvconform.execute.choice import Choice, add_options, executor, parse
+from kvconform.execute.work import Calls
 from kvconform.explore.workload import Workload
 from kvconform.files import scratch_root
 from kvconform.process.forking import forked_after_import
@@ -39,6 +41,16 @@ LIMIT = 300.0
 SHRINK = 150
 SHRINK_SECONDS = 60.0
 """Limits of the reduction of a failing workload: number of runs, and seconds."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A piece of work: a search for a defect. The fields are the arguments of `search`."""
+
+    defect: str
+    seconds: float
+    seed: int
+    shrink: bool
 
 
 @dataclass
@@ -203,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="the same in minutes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=1, metavar="N", help="one defect in N")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
+    add_options(parser, "1")
     parser.add_argument(
         "--no-shrink", action="store_true", help="do not reduce the failing workloads"
     )
@@ -211,6 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         limit = in_seconds(given.minutes, given.seconds) or LIMIT
+        where = parse(given.executor)
     except UsageError as error:
         parser.error(error.message)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
@@ -219,44 +232,51 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"there is no defect {unknown[0]!r}", file=sys.stderr)
         return 2
     results: list[Search] = []
-    for each in _results(names, given.jobs, (limit, given.seed, not given.no_shrink)):
-        results.append(each)
-        _print(each)
-        if given.out is not None:
-            with given.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(each)) + "\n")
+    turns = [Turn(name, limit, given.seed, not given.no_shrink) for name in names]
+    try:
+        for each in _results(turns, where, where.workers(given.jobs, 1)):
+            results.append(each)
+            _print(each)
+            if given.out is not None:
+                with given.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(each)) + "\n")
+    except KvconformError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return error.code
     return summarise(results)
 
 
-def _results(names: list[str], jobs: int, how: tuple[float, int, bool]) -> Iterator[Search]:
-    """Search for each defect in a process of its own, and yield the outcomes in order.
+def _results(turns: list[Turn], where: Choice, jobs: int | None) -> Iterator[Search]:
+    """Search for each defect, and yield the outcomes in order."""
+    with executor(where, Calls(apart), "search", jobs) as workers:
+        for turn, found in workers.run(turns):
+            yield _died(turn) if isinstance(found, Death) else found
 
-    Threads that one connector leaves behind must not affect the next search. The processes are
-    forked from one that has imported vLLM.
+
+def apart(turn: Turn) -> Search:
+    """Search in a process of its own. If it dies, `process.died` is among the failures.
+
+    Threads that one connector leaves behind must not affect the worker's next search.
     """
     context = forked_after_import()
-    with ThreadPoolExecutor(max(1, jobs)) as pool:
-        yield from pool.map(lambda name: _apart(context, name, how), names)
-
-
-def _apart(
-    context: ForkServerContext | SpawnContext, name: str, how: tuple[float, int, bool]
-) -> Search:
-    """Search in another process. If it dies, `process.died` is among the failures."""
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(theirs, name, how))
+    process = context.Process(target=_answer, args=(theirs, turn))
     process.start()
     theirs.close()
     try:
         found: Search = ours.recv()
     except EOFError:
-        found = Search(name, others=["process.died"])
+        found = _died(turn)
     process.join()
     return found
 
 
-def _answer(pipe: Connection, name: str, how: tuple[float, int, bool]) -> None:
-    pipe.send(search(name, *how))
+def _answer(pipe: Connection, turn: Turn) -> None:
+    pipe.send(search(turn.defect, turn.seconds, turn.seed, turn.shrink))
+
+
+def _died(turn: Turn) -> Search:
+    return Search(turn.defect, others=["process.died"])
 
 
 def summarise(results: list[Search]) -> int:
@@ -273,4 +293,5 @@ def summarise(results: list[Search]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Workers find its functions and classes by the name of the module, which is not `__main__`.
+    sys.exit(importlib.import_module("kvconform.dev.explore_defects").main())

@@ -9,13 +9,14 @@ seed makes an eighth of the runs, a different eighth each time.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -24,16 +25,21 @@ import typer
 from kvconform.config.limits import in_seconds
 from kvconform.config.target import Target
 from kvconform.contract.case import SLOW, Case, Device, Variant
-from kvconform.contract.loader import Spec, load_spec
+from kvconform.contract.loader import load_spec
 from kvconform.contract.steps import forks
-from kvconform.errors import UsageError
+from kvconform.dev.defects import specification
+from kvconform.errors import KvconformError, UsageError
+from kvconform.execute.answers import Death
+from kvconform.execute.choice import Choice, executor, parse
+from kvconform.execute.work import Calls
 from kvconform.files import scratch_root
-from kvconform.run.calibration import target_profile
 from kvconform.run.case import run_and_judge
 from kvconform.run.records import Run
 
 BAD = ("FAIL", "ERROR", "XPASS")
 PROCESSES = {"hash-seed", "second-process"}
+HANGS = 30.0
+"""Seconds after which a hook counts as one that never returns."""
 HOST_ONLY = {"threads"}
 """Variants that are correct in host memory only.
 
@@ -64,11 +70,26 @@ class Alarm:
 
 @dataclass
 class Tally:
-    """Outcome of a sweep: runs per connector, runs that were unsupported, and alarms."""
+    """Outcome of runs: how many were made, how many of those were unsupported, and alarms."""
 
-    runs: Counter[str] = field(default_factory=Counter)
-    unsupported: Counter[str] = field(default_factory=Counter)
+    runs: int = 0
+    unsupported: int = 0
     alarms: list[Alarm] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        """Add the outcome of other runs."""
+        self.runs += other.runs
+        self.unsupported += other.unsupported
+        self.alarms += other.alarms
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A piece of work: one run of each connector, with a seed. They share the baseline runs."""
+
+    seed: int
+    variant: Variant
+    names: tuple[str, ...]
 
 
 def starts_processes(case: Case) -> bool:
@@ -84,15 +105,7 @@ def target_of(name: str, device: Device = "cpu") -> Target:
     return Target(connector, {"store": "{tmp}/store", **options}, device=device)
 
 
-def judge_one(
-    name: str,
-    variant: Variant,
-    spec: Spec,
-    seed: int,
-    tmp: Path,
-    plain: dict[str | None, Run],
-    tally: Tally,
-) -> None:
+def judge_one(name: str, turn: Turn, tmp: Path, plain: dict[str | None, Run], tally: Tally) -> None:
     """Make one run of one connector, and count it in `tally`.
 
     `plain` caches baseline runs of the variant, by kv_role.
@@ -100,40 +113,77 @@ def judge_one(
     from kvconform.refimpl.variants.registry import STREAMED
 
     report = run_and_judge(
-        variant,
-        target_of(name, "emulated" if variant.slow else "cpu"),
-        spec,
-        seed=seed,
+        turn.variant,
+        target_of(name, "emulated" if turn.variant.slow else "cpu"),
+        specification(),
+        seed=turn.seed,
         tmp=tmp,
         plain=plain,
     )
-    tally.runs[name] += 1
-    tally.unsupported[name] += all(row.verdict == "UNSUPPORTED" for row in report.rows)
+    tally.runs += 1
+    tally.unsupported += all(row.verdict == "UNSUPPORTED" for row in report.rows)
     if report.harness_error:
         last = report.harness_error.strip().splitlines()[-1]
-        tally.alarms.append(Alarm(name, seed, variant.id, "harness", last))
+        tally.alarms.append(Alarm(name, turn.seed, turn.variant.id, "harness", last))
         return
     bad = [row for row in report.rows if row.verdict in BAD and row.kind == "requirement"]
     bad = [row for row in bad if row.requirement not in SLOW_BUT_RIGHT or name in STREAMED]
-    tally.alarms += [Alarm(name, seed, variant.id, row.requirement, row.finding) for row in bad]
+    tally.alarms += [
+        Alarm(name, turn.seed, turn.variant.id, row.requirement, row.finding) for row in bad
+    ]
 
 
-def sweep(
-    names: list[str], variants: list[Variant], spec: Spec, seeds: range, tmp: Path, share: int = 1
-) -> Iterator[tuple[int, Tally]]:
-    """Run everything, seed by seed, and yield (seed, its tally). Writes below `tmp`.
+def judge(turn: Turn) -> Tally:
+    """Make the runs of a turn in this process."""
+    from kvconform.process import watchdog
+
+    tally = Tally()
+    plain: dict[str | None, Run] = {}
+    with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
+        watchdog.start(HANGS)
+        try:
+            for name in turn.names:
+                judge_one(name, turn, Path(tmp) / name, plain, tally)
+        finally:
+            watchdog.stop()
+    return tally
+
+
+def turns(
+    names: list[str], variants: list[Variant], seeds: Iterable[int], share: int = 1
+) -> Iterator[Turn]:
+    """Yield the work, seed by seed.
 
     Only one run in `share` is made with a seed; the next seed makes others.
     """
-    for name in names:
-        target_profile(target_of(name, "emulated" if variants[0].slow else "cpu"), tmp / "profiles")
     for seed in seeds:
-        tally = Tally()
-        for number, variant in enumerate(variants[seed % share :: share]):
-            plain: dict[str | None, Run] = {}
-            for name in names:
-                judge_one(name, variant, spec, seed, tmp / f"{seed}-{number}-{name}", plain, tally)
-        yield seed, tally
+        for variant in variants[seed % share :: share]:
+            yield Turn(seed, variant, tuple(names))
+
+
+def sweep(work: Iterable[Turn], where: Choice, jobs: int | None) -> Iterator[tuple[int, Tally]]:
+    """Run everything, and yield (seed, its tally)."""
+    with executor(where, Calls(judge), "sweep", jobs) as workers:
+        for seed, done in groupby(workers.run(work), lambda each: each[0].seed):
+            tally = Tally()
+            for turn, found in done:
+                tally.add(_died(turn, found) if isinstance(found, Death) else found)
+            yield seed, tally
+
+
+def _died(turn: Turn, death: Death) -> Tally:
+    """Return the outcome of runs that ended their process."""
+    said = f"the process ended {death}"
+    alarm = Alarm(" or ".join(turn.names), turn.seed, turn.variant.id, "process.died", said)
+    return Tally(runs=len(turn.names), alarms=[alarm])
+
+
+def _until(end: float | None, seeds: range) -> Iterator[int]:
+    """Yield seeds until the time `end`, by time.monotonic; at least one."""
+    for number, seed in enumerate(seeds):
+        if number and end is not None and time.monotonic() > end:
+            return
+        yield seed
 
 
 def main(
@@ -155,13 +205,18 @@ def main(
     seconds: Annotated[
         float | None, typer.Option(help="the same in seconds, instead of --minutes")
     ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="workers; default: one per CPU")] = None,
+    where: Annotated[
+        str | None,
+        typer.Option("--executor", help="processes, here, or a Ray cluster (docs/scale.md)"),
+    ] = None,
 ) -> None:
     """Print every failure of correct but unusual connectors, on all cases."""
-    from kvconform.process import watchdog
     from kvconform.refimpl.variants.registry import STREAMED, VARIANTS
 
     try:
         limit = in_seconds(minutes, seconds)
+        choice = parse(where)
     except UsageError as error:
         print(f"error: {error.message}", file=sys.stderr)
         sys.exit(error.code)
@@ -184,24 +239,20 @@ def main(
     each_runs = f"{len(runs)} runs each (1 in {share} per seed)"
     cases = f"{len(chosen)} of {len(spec.cases)} cases"
     print(f"{len(names)} connectors, {cases}, {each_runs}, {seeds} seeds", flush=True)
-    watchdog.start(30.0)
+    end = None if limit is None else start + limit
+    coming = turns(names, runs, _until(end, range(first_seed, first_seed + seeds)), share)
     try:
-        with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
-            for seed, tally in sweep(
-                names, runs, spec, range(first_seed, first_seed + seeds), Path(tmp), share
-            ):
-                print(*tally.alarms, sep="\n", end="\n" if tally.alarms else "")
-                supported = sum(tally.runs.values()) - sum(tally.unsupported.values())
-                taken = time.monotonic() - start
-                counts = f"{supported} runs judged, {len(tally.alarms)} alarms"
-                print(f"seed {seed}: {counts}, {taken:.0f} s", flush=True)
-                alarms += len(tally.alarms)
-                if limit is not None and taken > limit:
-                    break
-    finally:
-        watchdog.stop()
+        for seed, tally in sweep(coming, choice, jobs):
+            print(*tally.alarms, sep="\n", end="\n" if tally.alarms else "")
+            counts = f"{tally.runs - tally.unsupported} runs judged, {len(tally.alarms)} alarms"
+            print(f"seed {seed}: {counts}, {time.monotonic() - start:.0f} s", flush=True)
+            alarms += len(tally.alarms)
+    except KvconformError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        sys.exit(error.code)
     sys.exit(int(bool(alarms)))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    # Workers find its functions and classes by the name of the module, which is not `__main__`.
+    typer.run(importlib.import_module("kvconform.dev.sweep").main)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,22 @@ class Choice:
 
 
 LOCAL = Choice()
+
+
+def add_options(parser: ArgumentParser, usual: str = "one per CPU") -> None:
+    """Add --executor and --jobs. `usual`: the number of workers without --jobs, in words."""
+    parser.add_argument(
+        "--executor",
+        metavar="WHERE",
+        help="processes, here, or a Ray cluster (docs/scale.md; default: processes)",
+    )
+    parser.add_argument("--jobs", type=_count, metavar="N", help=f"workers (default: {usual})")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text} is no number of workers: 1 or more")
+    return int(text)
 
 
 def parse(text: str | None) -> Choice:

@@ -3,128 +3,26 @@
 
 A failure is written when it is found, and again whenever its workload has become smaller, so that
 an interrupted campaign leaves every failure with a case.
-A corpus is a folder with the workloads that reached something new. Later campaigns continue from
-it, and CI replays it. `seeds.jsonl` has one workload per line with the pairs that it was the first
-to reach; `state.json` has the number of workloads drawn.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvconform.errors import UsageError, one_line
-from kvconform.explore.dice import Dice
-from kvconform.explore.mutate import mutated
-from kvconform.explore.outcome import DIED, Failure, Outcome, Pair
+from kvconform.explore.corpus import Corpus, Key
+from kvconform.explore.outcome import DIED, Failure, Outcome
 from kvconform.explore.pool import Pool
 from kvconform.explore.shrink import shrink
 from kvconform.explore.workload import Workload
 
-MUTATED = 2
-"""One in MUTATED workloads is newly drawn; the others are mutations of workloads of the corpus."""
 SHRINKING = 0.25
 """Share of a time limit that is left for shrinking, if something has failed."""
-
-
-@contextmanager
-def _readable(place: object) -> Iterator[None]:
-    """Turn errors into a UsageError: the file or line `place` is damaged or of another version."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"the corpus {place} cannot be read ({one_line(error)}):"
-            " mend the file, or name another --corpus"
-        ) from None
-
-
-class Corpus:
-    """Workloads that reached something new, in memory and, if given, in `folder`.
-
-    `pairs`: all pairs reached (see `kvconform.explore.outcome`). `drawn`: workloads drawn so far.
-    """
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
-        self.seeds: list[Workload] = []
-        self.pairs: set[Pair] = set()
-        self.drawn = 0
-        if folder is not None and (folder / "seeds.jsonl").exists():
-            self._read(folder / "seeds.jsonl")
-        if folder is not None and (folder / "state.json").exists():
-            with _readable(folder / "state.json"):
-                self.drawn = int(
-                    json.loads((folder / "state.json").read_text(encoding="utf-8"))["drawn"]
-                )
-
-    def _read(self, path: Path) -> None:
-        with _readable(path):
-            lines = path.read_text(encoding="utf-8").splitlines()
-        for number, line in enumerate(lines, 1):
-            with _readable(f"{path}, line {number}"):
-                kept = json.loads(line)
-                workload = Workload(kept["data"], kept["seed"])
-                workload.variant()
-                self.seeds.append(workload)
-                self.pairs.update((what, axis) for what, axis in kept["first"])
-
-    def add(self, workload: Workload, outcome: Outcome) -> int:
-        """Add a workload that reached new pairs; return how many.
-
-        A workload that failed adds its pairs only, because failures are written as cases.
-        """
-        new = set(outcome.pairs) - self.pairs
-        if not new:
-            return 0
-        self.pairs |= new
-        if outcome.failures or outcome.error:
-            return len(new)
-        self.seeds.append(workload)
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / "seeds.jsonl").open("a", encoding="utf-8") as file:
-                file.write(
-                    json.dumps({"data": workload.data, "seed": workload.seed, "first": sorted(new)})
-                    + "\n"
-                )
-        return len(new)
-
-    def save(self) -> None:
-        """Write the number of workloads drawn to the folder."""
-        if self.folder is not None and self.folder.exists():
-            (self.folder / "state.json").write_text(
-                json.dumps({"drawn": self.drawn}) + "\n", encoding="utf-8"
-            )
-
-    def guided(
-        self, fresh: Iterator[Workload], engines: list[str], schedulings: list[str]
-    ) -> Iterator[Workload]:
-        """Yield the fresh workloads that no earlier campaign drew, and mutations of the corpus.
-
-        The first `drawn` fresh workloads are skipped.
-        """
-        for number, workload in enumerate(fresh):
-            if number < self.drawn:
-                continue
-            self.drawn = number + 1
-            yield workload
-            for turn in range(MUTATED - 1 if self.seeds else 0):
-                name = f"{workload.seed}/{number}/{turn}"
-                dice = Dice(f"seed/{name}")
-                # The latest workloads have the fewest mutations so far.
-                choice = self.seeds[-20:] if dice.one_in(2) else self.seeds
-                yield mutated(f"like/{name}", dice.pick(choice), engines, schedulings)
-
-
-Key = tuple[str, str | None, bool]
 
 
 @dataclass
@@ -175,7 +73,8 @@ class Campaign:
             if failure.key in self.found:
                 self.found[failure.key].count += 1
             else:
-                self.found[failure.key] = Found(failure, workload)
+                shrunk = self.corpus.is_shrunk(failure, workload)
+                self.found[failure.key] = Found(failure, workload, shrunk=shrunk)
                 new.append(self.found[failure.key])
         return new
 
@@ -259,7 +158,7 @@ def _shrink(pool: Pool, found: Found, keep: Callable[[Found], None], tries: int)
             keep(found)
         return failure is not None
 
-    if pool.over or tries == 0:
+    if pool.over or tries == 0 or found.shrunk:
         return
     _, found.tries = shrink(found.workload, fails, tries)
     found.shrunk = not pool.over

@@ -64,11 +64,12 @@ def explore(
         Path, option("--out", metavar="DIR", help="for failures, a case each [kvconform-found]")
     ] = Path("kvconform-found"),
     corpus: Annotated[
-        Path | None,
+        list[str] | None,
         option(
             "--corpus",
-            metavar="DIR",
-            help="workloads that reached something new [hunt: kvconform-corpus]",
+            metavar="PLACE",
+            help="what reached something new or failed: DIR, redis://HOST or github:OWNER/REPO"
+            " (repeat; docs/explore.md) [hunt: kvconform-corpus]",
         ),
     ] = None,
     shrink: Annotated[
@@ -128,14 +129,14 @@ def explore(
         "pythonpath": pythonpath or None,
         "arguments": settings.as_arguments({**again, "--emulate-cuda": emulate_cuda, **repeated}),
     }
-    folder = corpus or (Path("kvconform-corpus") if profile == "hunt" else None)
+    places = corpus or (["kvconform-corpus"] if profile == "hunt" else [])
     how = {
         "profile": profile,
         "examples": examples,
         "seconds": in_seconds(minutes, seconds),
         "out": out,
         "tries": shrink,
-        "folder": folder,
+        "places": places,
         "verbose": verbose,
         "where": parse(executor),
     }

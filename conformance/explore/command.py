@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -23,8 +21,10 @@ from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.execute.choice import LOCAL, Choice
 from kvconform.explore import result
-from kvconform.explore.campaign import Campaign, Corpus, Found, explore, first, reduce
+from kvconform.explore.campaign import Campaign, Found, explore, first, reduce
+from kvconform.explore.corpus import APART, Corpus
 from kvconform.explore.keep import keep
+from kvconform.explore.places import database
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
 from kvconform.explore.workload import Workload
@@ -81,14 +81,14 @@ def run(
     seconds: float | None,
     out: Path,
     tries: int = 400,
-    folder: Path | None = None,
+    places: Sequence[str] = (),
     verbose: bool = False,
     where: Choice = LOCAL,
 ) -> int:
     """Run a campaign, shrink its failures and print the result; return the exit code.
 
     0: no failure, or only risks; 1: failures, or nothing was judged; 3: the harness failed.
-    `seconds` bounds all of it. `folder`: of the corpus, which is extended. `verbose`: name all
+    `seconds` bounds all of it. `places`: of the corpus, which is extended. `verbose`: name all
     requirements that were never exercised. `where`: the executor of the workloads.
 
     EnvironmentProblem after SIGINT or SIGTERM, when what was found until then has been printed.
@@ -118,23 +118,29 @@ def run(
     for warning in warnings:
         console.print(f"warning: {warning}")
     seed = settings.seed + (int(time.time()) // 86_400 if chosen.daily else 0)
-    count = chosen.examples if examples is None else examples
     console.print(
         f"kvconform explore  {settings.connector}  vLLM {vllm}"
         f" · profile {profile}: {chosen.text} · seed {seed}"
     )
-    for option, place in (("--out", out), ("--corpus", folder)):
-        if place is not None:
-            check_writable(option, place)
-    corpus = Corpus(folder)
-    if corpus.pairs:
+    check_writable("--out", out)
+    corpus = Corpus(database(places) if places else None, settings.catalogue or settings.connector)
+    corpus.begin()
+    if corpus.campaign:
         console.print(
             f"corpus       {len(corpus.seeds)} workloads, {len(corpus.pairs)} pairs reached,"
-            f" {corpus.drawn} drawn before"
+            f" {many(corpus.failing, 'failure')}; this is campaign {corpus.campaign + 1}"
         )
+    if corpus.unreadable:
+        console.print(f"warning: an entry of the corpus is left out: {corpus.unreadable}")
+    replayed = corpus.failing + len(corpus.seeds) if chosen.guided else 0
+    count = chosen.examples + replayed if examples is None else examples
     workloads = first(_workloads(settings, chosen, seed, count, corpus), count)
     again = shlex.join([*run_of(settings), *settings.arguments])
-    written = partial(keep, folder=out, again=again)
+
+    def written(found: Found) -> None:
+        keep(found, out, again)
+        corpus.fail(found.failure, found.workload, shrunk=found.shrunk)
+
     campaign = Campaign(corpus=corpus)
     interrupted = False
     with temporary("explore", scratch_root()) as scratch, _ends_by_signal():
@@ -177,11 +183,12 @@ def _campaign(
     try:
         explore(pool, workloads, campaign, seconds=left, found=found, progress=progress)
     finally:
-        campaign.corpus.save()
+        campaign.corpus.end()
     if campaign.found and tries and not pool.over:
         some = min(len(campaign.found), LIMIT)
         console.print(f"shrinking {some} of {many(len(campaign.found), 'failure')} ...")
         reduce(pool, campaign, written, tries=tries, limit=LIMIT)
+        campaign.corpus.end()
 
 
 @contextlib.contextmanager
@@ -206,13 +213,13 @@ def _workloads(
         engines,
         settings.schedulings,
         settings.slows,
-        first_seed=seed,
-        count=count + corpus.drawn,
+        first_seed=seed + APART * corpus.campaign * chosen.guided,
+        count=count,
         simple=chosen.small,
     )
     if not chosen.guided:
         return fresh
-    return itertools.chain(corpus.seeds[:], corpus.guided(fresh, engines, settings.schedulings))
+    return corpus.guided(fresh, engines, settings.schedulings)
 
 
 class _Progress:

@@ -128,7 +128,7 @@ def _reached(console: Console, campaign: Campaign, *, verbose: bool) -> None:
         console,
         "coverage",
         f"{len(campaign.corpus.pairs)} pairs, {campaign.new} of them new;"
-        f" {len(campaign.corpus.seeds)} workloads in the corpus",
+        f" {len(campaign.corpus.seeds)} workloads in the corpus{_shared(campaign)}",
     )
     if not unseen:
         return
@@ -137,6 +137,15 @@ def _reached(console: Console, campaign: Campaign, *, verbose: bool) -> None:
     paragraph(console, "gaps", text)
     for line in gap_lines(gaps(requirements, unseen), room, verbose=verbose):
         console.print(Text(" " * INDENT + line), soft_wrap=True)
+
+
+def _shared(campaign: Campaign) -> str:
+    """Return what is to be said about the database of the corpus."""
+    corpus = campaign.corpus
+    count = corpus.received
+    received = f"; other campaigns added {many(count, 'workload')} meanwhile" if count else ""
+    lost = f"; some of this campaign are NOT SAVED: {corpus.lost}" if corpus.lost else ""
+    return received + lost
 
 
 def _engine(console: Console, campaign: Campaign) -> None:

@@ -12,8 +12,6 @@ import json
 import os
 import re
 import sys
-import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +23,8 @@ from kvconform.config.settings import Settings, load, parse_extra_config
 from kvconform.contract.loader import load_spec
 from kvconform.contract.requirement import version_key
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
+from kvconform.execute import choice
+from kvconform.execute.choice import add_options
 from kvconform.versions import changes, matrix, page
 from kvconform.versions.matrix import RELEASES, Place, Release
 
@@ -82,12 +82,7 @@ def parser() -> Parser:
         metavar="DIR",
         help="where versions.md and versions.json go",
     )
-    found.add_argument(
-        "--jobs",
-        type=int,
-        metavar="N",
-        help="releases at a time (default: one per core, as memory allows)",
-    )
+    add_options(found, "one per core, as memory allows")
     found.add_argument(
         "--no-snapshots", action="store_true", help="leave out metadata and stored KV"
     )
@@ -157,34 +152,24 @@ def run(options: argparse.Namespace) -> int:
     began = time.monotonic()
     where, settings, spec = places(options), settings_of(options), load_spec()
     check_connector_name(settings.connector, settings.pythonpath)
-    if options.jobs is not None and options.jobs < 1:
-        raise UsageError("--jobs must be 1 or more")
+    executor = choice.parse(options.executor)
     select(spec, settings, "unknown")  # what is asked for must exist
     snapshots = not options.no_snapshots
-    at_once = options.jobs or matrix.jobs(len(where))
+    at_once = executor.workers(options.jobs, matrix.jobs(len(where)))
     folder = Path(settings.report_dir)
     check_writable("--report-dir", folder)
     count = f"{len(where)} release{'s' * (len(where) > 1)}"
-    print(f"kvconform versions: {settings.connector} in {count}, {at_once} at a time", flush=True)
-    lock = threading.Lock()
-
-    def report(release: Release) -> None:
-        with lock:
-            print(page.summary(release), flush=True)
-
-    with tempfile.TemporaryDirectory(prefix="kvconform-versions-") as scratch:
-        work = folder / "runs" if options.keep else Path(scratch)
-        found = matrix.run(
-            where,
-            settings,
-            spec,
-            work,
-            at_once=at_once,
-            snapshots=snapshots,
-            all_runs=options.all_runs,
-            report=report,
-        )
-        between = changes.neighbours(found, spec)
+    together = f", {at_once} at a time" if at_once else ""
+    print(f"kvconform versions: {settings.connector} in {count}{together}", flush=True)
+    kept = (folder / "runs").absolute() if options.keep else None
+    found = matrix.run(
+        where,
+        matrix.Observing(settings, snapshots, options.all_runs, kept),
+        at_once=at_once,
+        report=lambda release: print(page.summary(release), flush=True),
+        where=executor,
+    )
+    between = changes.neighbours(found, spec)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         page.write(folder, found, between, settings, snapshots=snapshots, all_runs=options.all_runs)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judges a connector in many vLLM releases.
 
-It runs kvconform.versions.observe with the Python of each release, several at a time, and reads
-what the processes wrote.
+A worker runs kvconform.versions.observe with the Python of each release, and reads what the process
+wrote. Other machines than this one need the releases' environments at the same paths.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -20,7 +20,10 @@ from typing import Any
 from kvconform.compat.installed import runs_on
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings
-from kvconform.contract.loader import Spec
+from kvconform.contract.loader import Spec, load_spec
+from kvconform.execute import work
+from kvconform.execute.answers import Death
+from kvconform.execute.choice import LOCAL, Choice, executor
 from kvconform.judge.aggregate import Aggregate
 from kvconform.judge.records import CaseReport, Verdict
 from kvconform.process.watchdog import read_note
@@ -110,41 +113,74 @@ def jobs(count: int) -> int:
     return max(1, min(count, cores, free // MEMORY))
 
 
-def run(
-    places: Sequence[Place],
-    settings: Settings,
-    spec: Spec,
-    folder: Path,
-    *,
-    at_once: int,
-    snapshots: bool,
-    all_runs: bool,
-    report: Callable[[Release], None],
-) -> list[Release]:
-    """Return the releases in the order of `places`. Writes below `folder`.
+@dataclass(frozen=True)
+class Observing:
+    """Description of workers that judge a connector in a release (kvconform.execute.work.Work).
 
-    `report` is called with each release when it is done, from any thread.
+    A piece is a Place, and its result a Release. `folder`: absolute path of a folder of the
+    worker's machine for the files of each release's process; None: they are not kept.
     """
 
-    def one(place: Place) -> Release:
+    settings: Settings
+    snapshots: bool
+    all_runs: bool
+    folder: Path | None
+    fresh: bool = True
+    packages: tuple[str, ...] = ()
+    gpus: int = 0
+
+    @property
+    def folders(self) -> Sequence[str]:
+        """The folders in which the connector's package is looked for."""
+        return self.settings.pythonpath
+
+    @contextmanager
+    def worker(self, place: work.Place) -> Iterator[Callable[[Place], Release]]:
+        """Make the folder, and load the specification."""
+        copies = [place.here(folder) for folder in self.settings.pythonpath]
+        settings = self.settings.model_copy(update={"pythonpath": copies})
+        folder = self.folder or place.scratch / place.name
+        folder.mkdir(parents=True, exist_ok=True)
+        spec = load_spec()
+        yield lambda piece: self._judged(piece, settings, spec, folder)
+
+    def _judged(self, place: Place, settings: Settings, spec: Spec, folder: Path) -> Release:
         release = Release(place.release, problem=place.problem)
         if place.python is not None:
             began = time.monotonic()
-            note = folder / f"{place.release}.note"
-            out = _observe(
-                place,
-                release,
-                Job(settings=settings, note=note, snapshots=snapshots, all_runs=all_runs),
-                folder,
+            job = Job(
+                settings=settings,
+                note=folder / f"{place.release}.note",
+                snapshots=self.snapshots,
+                all_runs=self.all_runs,
             )
-            _read(release, out, settings, spec, all_runs=all_runs)
+            out = _observe(place, release, job, folder)
+            _read(release, out, settings, spec, all_runs=self.all_runs)
             release.seconds = round(time.monotonic() - began, 1)
-        report(release)
         return release
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(one, places))
+
+def run(
+    places: Sequence[Place],
+    observing: Observing,
+    *,
+    at_once: int | None,
+    report: Callable[[Release], None],
+    where: Choice = LOCAL,
+) -> list[Release]:
+    """Return the releases in the order of `places`.
+
+    `at_once`: workers; None: as many as the executor has room for. `report` is called with each
+    release, in order.
+    """
+    releases: list[Release] = []
+    with executor(where, observing, "versions", at_once) as workers:
+        for place, found in workers.run(places):
+            if isinstance(found, Death):
+                found = Release(place.release, problem=f"its worker ended {found}")
+            report(found)
+            releases.append(found)
+    return releases
 
 
 def _observe(place: Place, release: Release, job: Job, folder: Path) -> Path:

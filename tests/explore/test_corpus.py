@@ -1,144 +1,252 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the corpus: workloads that reach something new are saved, found again, and varied."""
+"""Tests of the corpus: what is saved is found again, by campaigns that run later or meanwhile."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis.database import (
+    DirectoryBasedExampleDatabase,
+    ExampleDatabase,
+    GitHubArtifactDatabase,
+    MultiplexedDatabase,
+    ReadOnlyDatabase,
+)
 
-from kvconform.config.folders import check_writable
-from kvconform.contract.capabilities import complete
-from kvconform.contract.loader import load_spec
-from kvconform.errors import UsageError
-from kvconform.explore.campaign import Corpus
-from kvconform.explore.dice import Dice
+from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.explore import corpus as corpora
+from kvconform.explore.campaign import Campaign
+from kvconform.explore.corpus import Corpus
 from kvconform.explore.draw import drawn
-from kvconform.explore.mutate import mutated
-from kvconform.explore.outcome import Failure, Outcome, judgeable, never, pairs_of
+from kvconform.explore.outcome import Failure, Outcome
+from kvconform.explore.places import database
 from kvconform.explore.workload import Workload
-from kvconform.judge.records import Row, Verdict
+from places import RIGS
+from stores import url_of
 
 BOTH = ["reference", "vllm"]
 MODES = ["sync", "async"]
+CRASH = Failure("hook.no-raise", "it raised", hook="start_load_kv")
 
 
 def some(count: int, seed: int = 1) -> list[Workload]:
     return list(drawn(BOTH, MODES, None, first_seed=seed, count=count))
 
 
-def test_dice_are_the_same_everywhere() -> None:
-    dice = Dice("x")
-    assert [dice.number(0, 9) for _ in range(12)] == [
-        Dice("x").number(0, 9),
-        *[_nth(n) for n in range(1, 12)],
-    ]
-    rolls = [Dice(seed).number(1, 6) for seed in range(300)]
-    assert set(rolls) == {1, 2, 3, 4, 5, 6}
+def opened(place: object) -> Corpus:
+    """Begin a campaign on the corpus of a place."""
+    found = Corpus(database([str(place)]), "x")
+    found.begin()
+    return found
 
 
-def _nth(count: int) -> int:
-    dice = Dice("x")
-    return [dice.number(0, 9) for _ in range(count + 1)][-1]
+@contextmanager
+def a_place(kind: str, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Yield a place for --corpus: a folder, or a database of a Redis server."""
+    if kind == "folder":
+        yield str(tmp / "corpus")
+    else:
+        with url_of("redis", tmp, monkeypatch) as url:
+            host, port = url.removeprefix("redis:").strip("/").rsplit(":", 1)
+            yield f"redis://{host}:{port.partition('/')[0]}/5"
 
 
-def test_small_workloads_are_small() -> None:
-    for workload in drawn(["reference"], MODES, None, first_seed=1, count=60, simple=True):
-        assert (
-            workload.size[0] <= 3
-            and workload.variant().engine == "reference"
-            and not workload.data.get("policies")
-        )
+@pytest.fixture(params=["folder", "redis"])
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    with a_place(request.param, tmp_path, monkeypatch) as found:
+        yield found
 
 
-def test_changes_keep_a_workload_legal_and_do_change_it() -> None:
-    changed = 0
-    for number, workload in enumerate(some(150)):
-        other = mutated(f"t/{number}", workload, BOTH, MODES)
-        other.variant()
-        assert mutated(f"t/{number}", workload, BOTH, MODES) == other
-        flying = 0
-        # no more is in flight than may be, and nothing befalls it that could not
-        for step in other.data["steps"]:
-            assert flying == 0 or not {"step", "run", "idle", "drop-local"} & set(step)
-            flying = 0 if "land" in step else flying + step.get("schedule", 0)
-            assert flying <= (
-                other.data["matrix"]["depth"][0]
-                if other.data["matrix"]["scheduling"] == ["async"]
-                else 1
-            )
-        changed += {**other.data, "id": ""} != {**workload.data, "id": ""}
-    assert changed > 100
-
-
-def test_a_corpus_is_found_again_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    corpus = Corpus(tmp_path)
+def test_a_later_campaign_begins_with_what_was_found(place: str) -> None:
+    corpus = opened(place)
     workloads = corpus.guided(iter(some(40)), BOTH, MODES)
-    first = [next(workloads) for _ in range(6)]
+    first = [next(workloads) for _ in range(4)]
+    assert first == some(4)
     assert corpus.add(first[0], Outcome(pairs=[("a", "x"), ("b", "x")])) == 2
     assert corpus.add(first[1], Outcome(pairs=[("a", "x")])) == 0
-    assert corpus.add(first[2], Outcome(pairs=[("c", "x")], failures=[Failure("r", "m")])) == 1
+    assert corpus.add(first[2], Outcome(pairs=[("c", "x")], failures=[CRASH])) == 1
+    assert corpus.add(first[3], Outcome(pairs=[("d", "x")])) == 1
+    corpus.fail(CRASH, first[2], shrunk=False)
     like = next(workloads), next(workloads)
     # one is new, one is like a kept one
     assert sum(each.data in [workload.data for workload in some(40)] for each in like) == 1
-    corpus.save()
-    again = Corpus(tmp_path)
-    assert (
-        again.seeds == [first[0]]
-        and again.pairs == {("a", "x"), ("b", "x")}
-        and again.drawn == corpus.drawn == 7
-    )
-    assert next(again.guided(iter(some(40)), BOTH, MODES)) == some(40)[7]
+    again = opened(place)
+    assert (again.campaign, again.failing, again.received) == (1, 1, 0)
+    assert again.seeds == [first[0], first[3]]
+    assert again.pairs == {("a", "x"), ("b", "x"), ("d", "x")}
+    fresh = again.guided(iter(some(9, seed=2)), BOTH, MODES)
+    assert [next(fresh) for _ in range(4)] == [first[2], first[0], first[3], some(1, seed=2)[0]]
+    other = Corpus(database([place]), "another connector")
+    assert not other.seeds and not other.failing
 
 
-def test_pairs_tell_what_was_put_to_the_test_where() -> None:
-    [workload] = [each for each in some(40) if each.data["engines"] == ["vllm"]][:1]
-    rows = [
-        Row(name, "c", "vllm", "sync", "v1", 1, 4, Verdict.PASS, exercised=exercised)
-        for name, exercised in (("save.x", 2), ("load.y", 0))
-    ]
-    trace = [
-        {"kind": "lookup", "req": "a"},
-        {"kind": "req.state", "req": "a", "from": "WAITING", "to": "RUNNING", "by": "admit"},
-        {"kind": "hold", "req": "a"},
-    ]
-    found = pairs_of(workload.data, rows, trace)
-    mode = f"scheduling {workload.data['matrix']['scheduling'][0]}"
-    assert {
-        ("save.x", "engine vllm"),
-        ("lookup in WAITING", mode),
-        ("hold in RUNNING", mode),
-        ("WAITING > RUNNING, admit", mode),
-    } <= set(found)
-    assert not any(what == "load.y" for what, _ in found)
-    assert never(["save.x", "load.y"], found) == ["load.y"]
-
-
-def test_a_damaged_corpus_is_told_with_its_line(tmp_path: Path) -> None:
-    (tmp_path / "seeds.jsonl").write_text('{"data": 1')
-    with pytest.raises(
-        UsageError, match=r"seeds\.jsonl, line 1 cannot be read .*name another --corpus"
-    ):
-        Corpus(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["a-file", "a-file/below"])
-def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(
-    tmp_path: Path, name: str
+def test_campaigns_that_run_meanwhile_see_each_other(
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a-file").write_text("")
-    with pytest.raises(UsageError, match="--out .*a-file is not a directory"):
-        check_writable("--out", tmp_path / name)
-    check_writable("--out", tmp_path / "new" / "folder")
-    assert not (tmp_path / "new").exists(), "the check leaves nothing"
+    monkeypatch.setattr(corpora, "PAUSE", 0.0)
+    monkeypatch.setattr(corpora, "SHARE", 0)
+    one, two = opened(place), opened(place)
+    assert (one.campaign, two.campaign) == (0, 1)
+    workloads = two.guided(iter(some(9)), BOTH, MODES)
+    assert next(workloads) == some(9)[0]
+    found, failed = some(2, seed=7)
+    one.add(found, Outcome(pairs=[("a", "x")]))
+    one.fail(CRASH, failed, shrunk=True)
+    assert next(workloads) == failed, "what failed elsewhere runs here, too"
+    assert two.received == 2 and two.seeds == [found] and two.pairs == {("a", "x")}
+    assert two.add(found, Outcome(pairs=[("a", "x")])) == 0
+    campaign = Campaign(corpus=two)
+    [known] = campaign.add(failed, Outcome(failures=[CRASH]))
+    assert known.shrunk, "it is not shrunk twice"
 
 
-def test_what_the_connector_does_not_support_is_no_gap() -> None:
-    requirements = load_spec().requirements.values()
-    everything = judgeable(requirements, {})
-    caps = complete({"store": True})
-    some = judgeable(requirements, caps)
-    assert "restart.keeps" in everything
-    assert "restart.keeps" not in some < everything
-    assert "restart.keeps" in judgeable(requirements, {**caps, "persistent": True})
-    assert all(req.id not in everything for req in requirements if req.engines == ["live"])
+def test_the_smallest_workload_of_a_failure_stays_until_it_fails_no_more(place: str) -> None:
+    small, middle, large = sorted(some(3), key=lambda each: each.size)
+    one, two = opened(place), opened(place)
+    one.fail(CRASH, middle, shrunk=False)
+    two.fail(CRASH, large, shrunk=False)  # neither knows of the other yet
+    three = opened(place)
+    assert three.failing == 1 and not three.is_shrunk(CRASH, middle)
+    three.fail(CRASH, large, shrunk=True)
+    three.fail(CRASH, small, shrunk=True)
+    four = opened(place)
+    assert four.is_shrunk(CRASH, small) and four.failing == 1
+    assert next(four.guided(iter(()), BOTH, MODES)) == small
+    for outcome in (Outcome(error="x"), Outcome(unsupported=True), Outcome(failures=[CRASH])):
+        four.add(small, outcome)
+        assert opened(place).failing == 1
+    four.add(small, Outcome())
+    assert opened(place).failing == 0
+
+
+PROGRAM = """
+import sys
+from test_corpus import opened, some, Outcome
+corpus = opened(sys.argv[1])
+for number, workload in enumerate(some(12, seed=corpus.campaign)):
+    corpus.add(workload, Outcome(pairs=[("campaign %d" % corpus.campaign, str(number))]))
+corpus.end()
+assert corpus.lost is None
+print(corpus.campaign)
+"""
+
+
+def test_two_processes_use_one_corpus(place: str) -> None:
+    folders = [str(RIGS), str(Path(__file__).parent), *sys.path]
+    program = f"import sys; sys.path[:] = {folders!r}\n{PROGRAM}"
+    command = [sys.executable, "-c", program, place]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    numbers = [int(each.communicate(timeout=200)[0]) for each in both]
+    assert len(set(numbers)) == 2
+    found = opened(place)
+    assert len(found.seeds) == 24 and len(found.pairs) == 24
+    assert found.seeds[:12] == some(12, seed=min(numbers)), "in the order in which they were found"
+
+
+def test_an_entry_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    corpus = opened(tmp_path)
+    corpus.add(some(1)[0], Outcome(pairs=[("a", "x")]))
+    key = corpus._key("workloads")
+    DirectoryBasedExampleDatabase(tmp_path).save(key, b'{"data": 1')
+    DirectoryBasedExampleDatabase(tmp_path).save(key, b'{"data": {}, "seed": 0}')
+    again = opened(tmp_path)
+    assert len(again.seeds) == 1 and again.unreadable is not None
+
+
+class Flaky(DirectoryBasedExampleDatabase):
+    """A database that cannot be reached for a while."""
+
+    down = False
+
+    def save(self, key: bytes, value: bytes) -> None:
+        if self.down:
+            raise ConnectionError("nobody is there")
+        super().save(key, value)
+
+    def fetch(self, key: bytes) -> Iterator[bytes]:
+        if self.down:
+            raise ConnectionError("nobody is there")
+        yield from super().fetch(key)
+
+
+def test_what_cannot_be_saved_now_is_saved_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flaky = Flaky(tmp_path)
+    corpus = Corpus(flaky, "x")
+    corpus.begin()
+    flaky.down = True
+    corpus.add(some(1)[0], Outcome(pairs=[("a", "x")]))
+    corpus.add(some(2)[1], Outcome(pairs=[("b", "x")]))
+    monkeypatch.setattr(corpus, "_next_look", 0.0)
+    corpus.look()
+    assert corpus.lost == "ConnectionError: nobody is there" and not opened(tmp_path).seeds
+    flaky.down = False
+    corpus.end()
+    assert corpus.lost is None and opened(tmp_path).seeds == some(2)
+    flaky.down = True
+    with pytest.raises(EnvironmentProblem, match="read: ConnectionError: nobody is there"):
+        Corpus(flaky, "x")
+
+
+def test_a_corpus_that_saves_nothing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignored: Callable[..., None] = lambda *_: None  # noqa: E731
+    monkeypatch.setattr(DirectoryBasedExampleDatabase, "save", ignored)  # a full disk
+    with pytest.raises(EnvironmentProblem, match="cannot be written: what was saved is not there"):
+        opened(tmp_path)
+
+
+def test_several_places(tmp_path: Path) -> None:
+    opened(tmp_path / "a").add(some(1)[0], Outcome(pairs=[("a", "x")]))
+    only_read = Corpus(database([f"read:{tmp_path / 'a'}"]), "x")
+    only_read.begin()
+    assert only_read.campaign == 1 and len(only_read.seeds) == 1
+    both = Corpus(database([f"read:{tmp_path / 'a'}", str(tmp_path / "b")]), "x")
+    both.begin()
+    both.add(some(2)[1], Outcome(pairs=[("b", "x")]))
+    assert len(opened(tmp_path / "a").seeds) == 1, "nothing was written there"
+    assert opened(tmp_path / "b").seeds == some(2)[1:]
+
+
+def test_places(tmp_path: Path) -> None:
+    def of(*places: str) -> ExampleDatabase:
+        return database(places)
+
+    folder = DirectoryBasedExampleDatabase(str(tmp_path))
+    assert of(str(tmp_path)) == folder
+    assert of(str(tmp_path), "github:one/two/three") == MultiplexedDatabase(
+        folder, ReadOnlyDatabase(GitHubArtifactDatabase("one", "two", "three"))
+    )
+    github = ReadOnlyDatabase(GitHubArtifactDatabase("one", "two", "kvconform-corpus"))
+    assert of("github:one/two", str(tmp_path)) == MultiplexedDatabase(github, folder)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("read:/no/such/folder", "there is no folder /no/such/folder"),
+        ("github:one", "write github:OWNER/REPOSITORY"),
+        ("s3://bucket/x", "there is no corpus of kind 's3'; it is a folder, read:FOLDER, redis:"),
+        ("redis://127.0.0.1:1/0", "cannot be used: .*refused"),
+        ("redis://127.0.0.1:port", "cannot be used: "),
+    ],
+)
+def test_a_place_that_is_none_is_a_sentence(place: str, said: str) -> None:
+    with pytest.raises((UsageError, EnvironmentProblem), match=f"--corpus {place}.*{said}"):
+        database([place])
+
+
+def test_a_password_is_not_shown() -> None:
+    with pytest.raises(EnvironmentProblem) as refused:
+        database(["redis://me:secret@127.0.0.1:1/0"])
+    assert "redis://127.0.0.1:1/0 cannot be used" in refused.value.message
+    assert "secret" not in refused.value.message

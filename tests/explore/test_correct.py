@@ -41,6 +41,7 @@ def test_every_variant_has_its_turn_and_a_later_run_goes_on() -> None:
     turns = list(islice(batches(["a", "b"], 0), 5))
     assert turns == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2)]
     assert list(islice(batches(["a", "b"], 3), 2)) == turns[3:]
+    assert list(islice(batches(["a", "b"], 1, 70), 2)) == [("b", 70), ("a", 71)]
 
 
 def test_it_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

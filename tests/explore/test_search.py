@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvconform.run import case
 
 pytest.importorskip("vllm")
 
-from kvconform.dev import explore_defects
+from kvconform.dev import explore_correct, explore_defects, sweep
 
 
 def test_a_defect_is_found_by_what_it_breaks_and_made_small() -> None:
@@ -51,6 +52,37 @@ def test_what_no_workload_can_show_is_left_out(name: str, why: str) -> None:
 def test_an_unknown_defect_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert explore_defects.main(["nobody-knows-this", "--out", str(tmp_path / "o")]) == 2
     assert "there is no defect 'nobody-knows-this'" in capsys.readouterr().err
+
+
+def test_the_options_are_those_of_other_commands(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "found.jsonl"
+    assert explore_defects.main(["kills-process", "--executor", "here", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["left_out"] == "may end the process that it runs in"
+    for given, said in (
+        (["--executor", "nowhere"], "there is no executor 'nowhere'"),
+        (["--jobs", "0"], "0 is no number of workers"),
+    ):
+        with pytest.raises(SystemExit):
+            explore_defects.main(["kills-process", *given])
+        assert said in capsys.readouterr().err
+
+
+def test_an_executor_that_cannot_be_used_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # not installed
+    for command in (explore_defects.main, explore_correct.main, swept):
+        assert command(["--executor", "ray"]) == 2
+        assert capsys.readouterr().err.startswith("error: --executor ray needs the package ray: ")
+
+
+def swept(arguments: list[str]) -> int:
+    """Run a sweep of one case, and return its exit code."""
+    with pytest.raises(SystemExit) as done:
+        sweep.main(case=["preemption.in-decode"], where=arguments[1])
+    return int(str(done.value.code))
 
 
 def test_what_no_event_can_have_broken_is_not_broken(tmp_path: Path) -> None:

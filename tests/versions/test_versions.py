@@ -21,6 +21,7 @@ from kvconform.compat import installed, interface
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings
 from kvconform.contract.loader import load_spec
+from kvconform.execute.choice import Choice
 from kvconform.judge.aggregate import aggregate
 from kvconform.judge.records import CaseReport, Verdict
 from kvconform.judge.verdict import new_row
@@ -423,15 +424,9 @@ def stand_in(tmp_path: Path, runs: list[str], fatal: str | None = None) -> str:
 
 def matrix_of(tmp_path: Path, *places: matrix.Place, select: list[str]) -> list[Release]:
     settings = Settings(engine="vllm", select=select)
+    observing = matrix.Observing(settings, False, True, tmp_path / "work")
     return matrix.run(
-        places,
-        settings,
-        SPEC,
-        tmp_path / "work",
-        at_once=1,
-        snapshots=False,
-        all_runs=True,
-        report=lambda release: None,
+        places, observing, at_once=None, report=lambda release: None, where=Choice("here")
     )
 
 

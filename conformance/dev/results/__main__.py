@@ -2,25 +2,29 @@
 """Record reports of the catalogue's connectors, and generate docs/results/ from them.
 
     add ENTRY REPORT_DIR    record a report, one digest per engine, and write the pages
+    judge [ENTRY...]        run the suite on entries (all, or these), record them as `add` does, and
+                            name those that were not judged
     pages [--check]         write the pages, or only report which are stale
     reproduce [NAME...]     run the commands of the findings (all, or those of these ids,
                             families or catalogue entries), and report which still fail
 
 Run `add` in the environment of the report, because it records the versions of the connector's
-packages. `reproduce` uses what is installed.
+packages. `judge` and `reproduce` use what is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 from kvconform.config import catalogue
 from kvconform.contract.loader import Spec, load_spec
-from kvconform.dev.results import digest, finding, page, reproduce
+from kvconform.dev.results import digest, finding, judge, page, reproduce
 from kvconform.errors import KvconformError, UsageError
+from kvconform.execute.choice import add_options, parse
 
 ROOT = Path("docs/results")
 
@@ -68,7 +72,8 @@ def _text(path: Path) -> str | None:
 def run(arguments: list[str] | None = None) -> int:
     """Run a command and return the exit code.
 
-    0: done; 1: --check found stale pages, or a confirmed finding was not reproduced.
+    0: done; 1: --check found stale pages, an entry was not judged, or a confirmed finding was not
+    reproduced.
     """
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -85,13 +90,26 @@ def run(arguments: list[str] | None = None) -> int:
     making.add_argument("--check", action="store_true")
     trying = verbs.add_parser("reproduce", help="run the commands of the findings")
     trying.add_argument("names", nargs="*", metavar="NAME")
+    add_options(trying, "1")
+    judging = verbs.add_parser("judge", help="run the suite on entries, and record them")
+    judging.add_argument("entries", nargs="*", metavar="ENTRY")
+    judging.add_argument(
+        "--reports", type=Path, metavar="DIR", help="keep each report, in DIR/ENTRY"
+    )
+    judging.add_argument(
+        "--options", default="", metavar="TEXT", help="for kvconform run, such as '--engine vllm'"
+    )
+    add_options(judging, "1; each run has workers of its own")
     given = parser.parse_args(arguments)
     if given.verb == "reproduce":
-        return _reproduce(given.root, given.names)
+        return _reproduce(given)
     spec = load_spec()
-    if given.verb == "add":
+    today = datetime.now(UTC).date().isoformat()
+    missing = False
+    if given.verb == "judge":
+        missing = _judge(given, today)
+    elif given.verb == "add":
         entry = given.entry.removeprefix(catalogue.PREFIX)
-        today = datetime.now(UTC).date().isoformat()
         requires = catalogue.named(entry).requires
         for found in digest.digests(given.report_dir, entry, requires, today, spec):
             print(f"{digest.write(given.root, found)}: {found.verdict}, {found.runs} runs")
@@ -103,14 +121,33 @@ def run(arguments: list[str] | None = None) -> int:
         return bool(stale)
     for name in make(given.root, spec):
         print(f"{given.root / name}: written")
-    return 0
+    return int(missing)
 
 
-def _reproduce(root: Path, names: list[str]) -> int:
+def _judge(given: argparse.Namespace, today: str) -> bool:
+    """Judge entries, and record each as soon as it is done; return whether one was not judged."""
+    names = [each.removeprefix(catalogue.PREFIX) for each in given.entries] or catalogue.names()
+    for name in names:
+        catalogue.named(name)  # must exist
+    options = tuple(shlex.split(given.options))
+    reports = None if given.reports is None else given.reports.absolute()
+    turns = [judge.Turn(name, today, options, reports) for name in names]
+    where = parse(given.executor)
+    missing = False
+    for done in judge.run(turns, where, where.workers(given.jobs, 1)):
+        print(done, flush=True)
+        for each in done.digests:
+            digest.write(given.root, each)
+        missing = missing or done.why is not None
+    return missing
+
+
+def _reproduce(given: argparse.Namespace) -> int:
     """Return 1 if a confirmed finding was not reproduced, or none could be run; else 0."""
     found: list[reproduce.Reproduced] = []
-    for each in reproduce.chosen(finding.read(root), names):
-        done = reproduce.reproduce(each)
+    chosen = reproduce.chosen(finding.read(given.root), given.names)
+    where = parse(given.executor)
+    for done in reproduce.run(chosen, where, where.workers(given.jobs, 1)):
         found.append(done)
         print(done, flush=True)
     disproved = any(each.disproved for each in found)

@@ -10,19 +10,21 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvconform.dev.results.finding import Finding
+from kvconform.dev.results.judge import ANSWERED
 from kvconform.errors import UsageError
+from kvconform.execute.answers import Death
+from kvconform.execute.choice import Choice, executor
+from kvconform.execute.work import Calls
 from kvconform.judge.records import Verdict
 from kvconform.report import jsonl
 
 FAILED = (Verdict.FAIL, Verdict.XFAIL, Verdict.BLOCKED)
 """Verdicts of a violated requirement; BLOCKED: as a consequence of another violation."""
-ANSWERED = (0, 1)
-"""Exit codes of `kvconform run` with a complete report: conformant, and not conformant."""
 LIMIT = 1200.0
 """Seconds for one finding."""
 
@@ -82,6 +84,15 @@ def command(finding: Finding, report_dir: Path) -> list[str]:
     if program != "kvconform":
         raise UsageError(f"{finding.id}: `reproduce` is no kvconform command: {finding.reproduce}")
     return [sys.executable, "-m", "kvconform", *rest, "--report-dir", str(report_dir)]
+
+
+def run(findings: Iterable[Finding], where: Choice, jobs: int | None) -> Iterator[Reproduced]:
+    """Reproduce the findings, and yield the outcomes in order."""
+    with executor(where, Calls(reproduce, fresh=True), "reproduce", jobs) as workers:
+        for finding, found in workers.run(findings):
+            if isinstance(found, Death):
+                found = Reproduced(finding, why=f"its process ended {found}")
+            yield found
 
 
 def reproduce(

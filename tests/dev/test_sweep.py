@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the sweep over correct connectors: what is run, what alarms, and when it ends."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvconform.contract.loader import load_spec
+from kvconform.execute.answers import Death
+from kvconform.execute.choice import Choice
+from kvconform.refimpl.variants import registry
+
+pytest.importorskip("vllm")
+
+from kvconform.dev import sweep
+
+RUNS = load_spec().cases["placeholders.decode-timeline"].variants(["reference"])
+HERE = Choice("here")
+
+
+def test_a_connector_that_is_wrong_alarms_and_a_correct_one_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong = ("kvconform.refimpl.defects.boundaries:UnknownToken", {})
+    monkeypatch.setitem(registry.VARIANTS, "wrong", wrong)
+    run = next(run for run in RUNS if run.scheduling == "async")
+    work = sweep.turns(["sync", "wrong"], [run], range(3, 5))
+    found = list(sweep.sweep(work, HERE, None))
+    assert [(seed, tally.runs) for seed, tally in found] == [(3, 2), (4, 2)]
+    for seed, tally in found:
+        assert {(each.connector, each.seed) for each in tally.alarms} == {("wrong", seed)}
+
+
+def test_every_seed_makes_other_runs() -> None:
+    parts = [
+        {turn.variant.id for turn in sweep.turns(["sync"], RUNS, [seed], share=2)}
+        for seed in (0, 1)
+    ]
+    assert parts[0] | parts[1] == {run.id for run in RUNS} and not parts[0] & parts[1]
+
+
+def test_a_death_is_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    [turn] = sweep.turns(["a", "b"], RUNS[:1], [7])
+    [alarm] = sweep._died(turn, Death(-9)).alarms
+    assert str(alarm).startswith(f"a or b  seed 7  {RUNS[0].id}  process.died: ")
+
+
+def test_one_seed_is_always_run() -> None:
+    assert list(sweep._until(time.monotonic() - 1, range(4, 9))) == [4]
+    assert list(sweep._until(None, range(4, 9))) == [4, 5, 6, 7, 8]
