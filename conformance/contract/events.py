@@ -725,6 +725,15 @@ _kind(
     "held:int levels:list",
     "The cache when all requests have ended and the engine is at rest.",
 )
+_kind(
+    "cache.size",
+    "cache",
+    "level:str bytes:int on_disk:int? kv:int fresh:bool block:int",
+    "The size of a level at that time: bytes = what it reports; on_disk = that of the files in its "
+    "directory (None: it has none); kv = bytes in the engine of all different KV that the run "
+    "computed, on all ranks; fresh = the level was empty when the engine started; block = tokens "
+    "per block.",
+)
 
 # -- engine `live`: only a run of the complete vLLM has these
 _kind(

@@ -374,6 +374,14 @@ def _cache_loaded(e: Event) -> str:
     )
 
 
+def _cache_size(e: Event) -> str:
+    files = "" if e["on_disk"] is None else f", and its files have {e['on_disk']}"
+    return (
+        f"{e['level']} reports {many(e['bytes'], 'byte')}{files}; in the engine, all KV of the run"
+        f" takes {e['kv']}"
+    )
+
+
 def _controlled(e: Event) -> str:
     if e["error"]:
         return f"the controller's {e['do']} of {e['of']} raised {e['error']}"
@@ -668,6 +676,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "cache.loaded": _cache_loaded,
     "cache.state": _cache_state,
     "cache.ended": _cache_state,
+    "cache.size": _cache_size,
     "engine.crash": _crash,
     "hold": lambda e: (
         f"the engine has been holding {e['req']} ({e['direction']}) since {e['cause']}"
