@@ -98,6 +98,7 @@ PROVENANCE = (
     "other_request",
     "other_identity",
     "other_prefix",
+    "old_position",
     "other_position",
     "rejected_draft",
     "past_end",
@@ -672,6 +673,13 @@ _kind(
     "req:str generation:int transfer:str? tokens:int",
     "A load brought the right KV of tokens that no engine of this run had computed: KV of another "
     "run, because the store is not the run's own. tokens = how many.",
+)
+_kind(
+    "load.blended",
+    "kv",
+    "req:str generation:int transfer:str? reused:int again:int",
+    "A load brought KV that was computed behind other tokens: reused = tokens; again = those from "
+    "the first of them to the request's end whose KV is computed behind the tokens before them.",
 )
 _kind(
     "kv.wrong",
