@@ -80,6 +80,8 @@ class Blending(ReferenceConnector):
             "non_prefix_reuse": True,
             "recomputes": extra_config.get("recompute", SHARE),
             "kv_events": False,
+            # It loads less of a prompt whose chunks were computed in another context.
+            "best_effort": True,
         }
 
     # -- Scheduler half
