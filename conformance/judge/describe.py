@@ -678,8 +678,8 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "cache.ended": _cache_state,
     "cache.size": _cache_size,
     "load.blended": lambda e: (
-        f"the load of {e['req']} brought KV of {many(e['reused'], 'token')} that was computed behind"
-        f" other tokens; from the first of them on, {e['again']} were computed again"
+        f"the load of {e['req']} brought KV of {many(e['reused'], 'token')} from behind other tokens;"
+        f" from the first of them on, {many(e['again'], 'token')} are computed in their context"
     ),
     "engine.crash": _crash,
     "hold": lambda e: (

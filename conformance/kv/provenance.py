@@ -392,9 +392,7 @@ def diagnose(
     return Diagnosis(name, side, words, *origin.computed_for)
 
 
-def _turned_back(
-    registry: Registry, row: np.ndarray, layer: int, pos: int
-) -> np.ndarray | None:
+def _turned_back(registry: Registry, row: np.ndarray, layer: int, pos: int) -> np.ndarray | None:
     """Return a row whose keys were moved to `pos`, with the keys as they were computed.
 
     The values say what was computed where. None for any other row.

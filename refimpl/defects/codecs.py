@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from kvconform.refimpl.cache.codecs import CODECS, Compressible, Quantising
-from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.cache.tiers import Level
+from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.variants.tiers import CacheInspector, Tiered
 
 

@@ -32,9 +32,7 @@ class World:
     def chain(self, req: str, generation: int, tokens: list[int], salt: str | None = None) -> Chain:
         made = Chain(req, generation, Identity.of(salt))
         for pos, token in enumerate(tokens):
-            self.registry.note(
-                made.append(token), self._origin(made, pos)
-            )
+            self.registry.note(made.append(token), self._origin(made, pos))
         return made
 
     def _origin(self, made: Chain, pos: int) -> Origin:
