@@ -678,8 +678,8 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "cache.ended": _cache_state,
     "cache.size": _cache_size,
     "load.blended": lambda e: (
-        f"the load of {e['req']} brought KV of {many(e['reused'], 'token')} from behind other tokens;"
-        f" from the first of them on, {many(e['again'], 'token')} are computed in their context"
+        f"the load of {e['req']} brought KV of {many(e['reused'], 'token')} from another context;"
+        f" from the first of them on, {many(e['again'], 'token')} are computed in their own"
     ),
     "engine.crash": _crash,
     "hold": lambda e: (
