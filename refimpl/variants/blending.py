@@ -166,8 +166,9 @@ class Blending(ReferenceConnector):
 def rotary_base(vllm_config: Any) -> float:
     """Return the base of the model's rotary embedding."""
     config = vllm_config.model_config.hf_text_config
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", 10_000.0))
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    base: Any = parameters.get("rope_theta") or getattr(config, "rope_theta", 10_000.0)
+    return float(base)
 
 
 def turned(keys: torch.Tensor, by: int, base: float) -> torch.Tensor:
