@@ -114,10 +114,15 @@ class StreamedConnector(ReferenceConnector):
                     self._fill(transfer, piece, name)
                 if not load.is_async:
                     arrived = torch.cuda.Event()
-                    arrived.record()
+                    arrived.record(self._last_stream)
                     self._arrivals.setdefault(name, []).append(arrived)
-            transfer.done.record()
+            transfer.done.record(self._last_stream)
         return transfer
+
+    @property
+    def _last_stream(self) -> torch.cuda.Stream:
+        """The stream of the copies that fill the blocks."""
+        return self._load_stream
 
     def _wait_for_users(self) -> None:
         """Let loads wait for the steps that are queued: they may use the blocks."""

@@ -82,6 +82,11 @@ CAPABILITIES: dict[str, Capability] = {
     ),
     "synthesises_kv": Capability(False, _YES_NO, "makes KV that no engine computed"),
     "non_prefix_reuse": Capability(False, _YES_NO, "reuses KV of content that is not a prefix"),
+    "recomputes": Capability(
+        0.0,
+        (Annotated[float, Field(ge=0, lt=1)], "a part of 1, such as 0.15"),
+        "the part of the tokens behind reused KV that are computed again, in their context",
+    ),
     "lossy": Capability(
         False,
         (bool | float, "true, false or a tolerance such as 0.01"),

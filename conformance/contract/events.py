@@ -98,6 +98,7 @@ PROVENANCE = (
     "other_request",
     "other_identity",
     "other_prefix",
+    "old_position",
     "other_position",
     "rejected_draft",
     "past_end",
@@ -674,6 +675,13 @@ _kind(
     "run, because the store is not the run's own. tokens = how many.",
 )
 _kind(
+    "load.blended",
+    "kv",
+    "req:str generation:int transfer:str? reused:int again:int",
+    "A load brought KV that was computed behind other tokens: reused = tokens; again = those from "
+    "the first of them to the request's end whose KV is computed behind the tokens before them.",
+)
+_kind(
     "kv.wrong",
     "kv",
     "req:str generation:int layer:int kv:str pos:int count:int block:int via:str "
@@ -724,6 +732,15 @@ _kind(
     "cache",
     "held:int levels:list",
     "The cache when all requests have ended and the engine is at rest.",
+)
+_kind(
+    "cache.size",
+    "cache",
+    "level:str bytes:int on_disk:int? kv:int fresh:bool block:int",
+    "The size of a level at that time: bytes = what it reports; on_disk = that of the files in its "
+    "directory (None: it has none); kv = bytes in the engine of all different KV that the run "
+    "computed, on all ranks; fresh = the level was empty when the engine started; block = tokens "
+    "per block.",
 )
 
 # -- engine `live`: only a run of the complete vLLM has these

@@ -3,7 +3,7 @@
 
 `python -m kvconform.dev.bench [--every N] [--boundary] [--codecs]` prints it. Machines and their
 loads differ, so compare shares and ratios within one run; the seconds only show the order of
-magnitude.
+magnitude. The exit status is 1 if the boundary takes 1 % of a step or more.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def codecs() -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print all benchmarks and return the exit status."""
+    """Print all benchmarks and return the exit status: 1 if the boundary takes too much."""
     parser = argparse.ArgumentParser(prog="kvconform.dev.bench", description=__doc__)
     parser.add_argument(
         "--every", type=int, default=4, metavar="N", help="run one variant in N (default: 4)"
@@ -294,12 +294,16 @@ def main(arguments: list[str] | None = None) -> int:
             ("Random workloads of profile small on engine reference", explore),
             ("Command line", starts),
         ]
+    problems: list[str] = []
     for title, measure in benchmarks:
         found = measure()
         print(f"\n{title}:")
         for name, value in found.items():
             print(f"  {name:<24}{value:12.3f}")
-    return 0
+        problems += boundary.problems(found)
+    for problem in problems:
+        print(f"kvconform: {problem}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

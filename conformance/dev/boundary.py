@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
 REQUESTS = (64, 256, 1000)
+BAR = 1.0
+"""Per cent of a step that the boundary may take."""
 BLOCK = 16
 PROMPT = 2 * BLOCK
 STEPS = 60
@@ -39,7 +41,7 @@ def measure() -> dict[str, float]:
     - `step_us`, `with_us`: microseconds of a step of vLLM's scheduler (schedule and update),
       without and with the boundary;
     - `boundary_us`: microseconds of the boundary alone;
-    - `share`: the boundary's part of a step without it, in per cent. The goal is below 1;
+    - `share`: the boundary's part of a step without it, in per cent (see `BAR`);
     - `per_request_ns`: nanoseconds of the boundary per request. It is O(requests) if that is flat.
     """
     found: dict[str, float] = {}
@@ -59,6 +61,15 @@ def measure() -> dict[str, float]:
         found[f"{count}_share"] = 100 * own / step
         found[f"{count}_per_request_ns"] = 1e9 * own / count
     return found
+
+
+def problems(found: Mapping[str, float]) -> list[str]:
+    """Return a sentence per share that `measure` found to be too large."""
+    return [
+        f"{name} is {value:.2f} % of a step; it must be below {BAR:g} %"
+        for name, value in found.items()
+        if name.endswith("_share") and value >= BAR
+    ]
 
 
 def _steps(count: int) -> Iterator[tuple[float, float]]:

@@ -74,11 +74,21 @@ class Executor:
         self.cache: CacheObserver | None = None
         if shows_cache(self.inspector):
             requests = view.scheduler.requests
-            self.cache = CacheObserver(trace, self.inspector, requests, variant.block_size)
+            self.cache = CacheObserver(
+                trace, self.inspector, requests, variant.block_size, self._kv_bytes
+            )
 
     @property
     def _oracle(self) -> Oracle:
         return self.view.loads
+
+    def _kv_bytes(self) -> int:
+        """Return the bytes that all different KV of the run takes in the memory of the ranks."""
+        caches = [rank.cache for rank in self.ranks.members]
+        per_token = sum(
+            cache.slot_bytes(layer) for cache in caches for layer in range(len(cache.tensors))
+        )
+        return len(self.observer.memory.ever) * per_token
 
     # -- hooks
     def listen(self, probe: Probe) -> None:

@@ -206,7 +206,8 @@ class Worker:
                 if pos < row.known:
                     plain = chain.plain[pos]
                     token = chain.tokens[pos]
-                    origin = Origin("token", chain.req, chain.generation, pos, plain, token)
+                    own = chain.identity.own(pos)
+                    origin = Origin("token", chain.req, chain.generation, pos, plain, token, own)
                 else:
                     origin = Origin("draft", chain.req, chain.generation, pos)
                 self.registry.note(value, origin)

@@ -69,7 +69,7 @@ def _wrong(e: Event) -> str:
     side = {"k": "K", "v": "V", "both": "K and V"}[e["kv"]]
     memory = f"{_layer(e)}, block {e['block']}, {_VIA[e['via']]}"
     found = e["found"].replace("_", " ")
-    if e["found"] in ("other_request", "other_prefix"):
+    if e["found"] in ("other_request", "other_prefix", "old_position"):
         found = _FOUND[e["found"]]
     text = f"{side} of {where} of request {e['req']} ({memory}) hold {found}: {e['origin']}"
     return f"after damage to what was stored, {text}" if e.get("damaged") else text
@@ -374,6 +374,14 @@ def _cache_loaded(e: Event) -> str:
     )
 
 
+def _cache_size(e: Event) -> str:
+    files = "" if e["on_disk"] is None else f", and its files have {e['on_disk']}"
+    return (
+        f"{e['level']} reports {many(e['bytes'], 'byte')}{files}; in the engine, all KV of the run"
+        f" takes {e['kv']}"
+    )
+
+
 def _controlled(e: Event) -> str:
     if e["error"]:
         return f"the controller's {e['do']} of {e['of']} raised {e['error']}"
@@ -668,6 +676,11 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "cache.loaded": _cache_loaded,
     "cache.state": _cache_state,
     "cache.ended": _cache_state,
+    "cache.size": _cache_size,
+    "load.blended": lambda e: (
+        f"the load of {e['req']} brought KV of {many(e['reused'], 'token')} from another context;"
+        f" from the first of them on, {many(e['again'], 'token')} are computed in their own"
+    ),
     "engine.crash": _crash,
     "hold": lambda e: (
         f"the engine has been holding {e['req']} ({e['direction']}) since {e['cause']}"
@@ -719,6 +732,7 @@ _FOUND = {
     "other_group": "KV of another KV cache group",
     "other_identity": "KV of another identity (salt, adapter, image)",
     "other_prefix": "KV of the same tokens behind another prefix",
+    "old_position": "KV of the same tokens behind another prefix, with keys of their old positions",
     "stale_generation": "KV of an earlier request of the same id",
     "rejected_draft": "KV of rejected drafts",
     "past_end": "KV of positions past the end of the request",

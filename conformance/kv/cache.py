@@ -53,6 +53,11 @@ class Group:
         """Whether a block holds one state, and not KV of each token."""
         return self.kind == "state"
 
+    @property
+    def rotary(self) -> bool:
+        """Whether the first half of a row is keys that depend on their positions."""
+        return self.kind not in ("latent", "state")
+
     def first_read(self, start: int) -> int:
         """Return the first position that a token at `start` attends to."""
         return 0 if self.window is None else max(0, start - self.window + 1)

@@ -515,6 +515,7 @@ class Oracle(Loads):
             loading=loading,
             kin=None if group is None else self.cache.groups[group].layers,
             block=slot // self.cache.stride if loaded else None,
+            rotary=self.cache.groups[self.cache.group(layer)].rotary,
         )
 
     def settle_reads(self) -> None:
@@ -587,6 +588,7 @@ class Oracle(Loads):
         wrong: set[int] = set()
         partial: set[int] = set()
         foreign: set[int] = set()
+        reused: set[int] = set()
         length = min(grant.end, len(chain.ids)) - grant.start
         unknown = {
             index
@@ -609,6 +611,8 @@ class Oracle(Loads):
                         partial.add(grant.start + index)
                     else:
                         wrong.add(grant.start + index)
+                    if held.found in ("other_prefix", "old_position"):
+                        reused.add(grant.start + index)
         if foreign:
             self.trace.emit(
                 "load.foreign",
@@ -616,6 +620,15 @@ class Oracle(Loads):
                 generation=grant.generation,
                 transfer=grant.transfer,
                 tokens=len(foreign),
+            )
+        if reused:
+            self.trace.emit(
+                "load.blended",
+                req=grant.req,
+                generation=grant.generation,
+                transfer=grant.transfer,
+                reused=len(reused),
+                again=len(chain.ids) - min(reused) - len(reused),
             )
         missing = grant.missing()
         lacking = grant.lacking()

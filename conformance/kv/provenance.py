@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvconform.kernels.codes import CodeBook, mix64
+from kvconform.kv.rotary import turned
 
 
 class Memory:
@@ -152,10 +153,18 @@ class Identity:
     def extra(self, position: int) -> int:
         """Return what `position` adds to the chain."""
         extra = self.base if position == 0 else 0
+        return extra ^ self._item(position)
+
+    def own(self, position: int) -> int:
+        """Return the identity of one token, whatever is before it."""
+        return self.base ^ self._item(position)
+
+    def _item(self, position: int) -> int:
+        found = 0
         for start, end, item in self.spans:
             if start <= position < end:
-                extra ^= mix64(item + position - start)
-        return extra
+                found ^= mix64(item + position - start)
+        return found
 
 
 @dataclass
@@ -195,7 +204,7 @@ class Origin:
     """Where a content id was first written.
 
     `kind` is `token`, `draft` (rejected), `unsound` (computed upon a load that failed) or `poison`.
-    Of poison, `req` is the owner of the block and `pos` the block.
+    Of poison, `req` is the owner of the block and `pos` the block. `own`: see Identity.own.
     """
 
     kind: str
@@ -204,6 +213,7 @@ class Origin:
     pos: int
     plain: int = 0
     token: int = -1
+    own: int = 0
 
     @property
     def computed_for(self) -> tuple[str, int] | tuple[()]:
@@ -303,6 +313,7 @@ def diagnose(
     loading: bool,
     kin: Collection[int] | None = None,
     block: int | None = None,
+    rotary: bool = True,
 ) -> Diagnosis:
     """Return what a slot holds that does not hold what position `pos` of `reader` must.
 
@@ -310,9 +321,13 @@ def diagnose(
     not written it. `kin` are the layers that share a block table with this one (None: all). `block`
     is the slot's block, for a slot that a load should have filled: poison that was put there when
     the reader got the block is no KV of anybody else, but what the load has not overwritten.
+    `rotary` says that the keys depend on their positions (MLA has them in a part of its own).
     """
     book = registry.book
     expected = reader.ids[pos]
+    turned_back = _turned_back(registry, row, layer, pos) if rotary else None
+    if turned_back is not None:
+        row = turned_back
     decoded: list[tuple[int, int, tuple[int, int, int, int] | None]] = []
     wrong_kv: set[int] = set()
     for head in range(len(row)):
@@ -368,11 +383,37 @@ def diagnose(
         if reader.ids[pos] not in registry.origins:
             words += ", which it never did"
         return Diagnosis("never_computed", side, words, origin.req)
-    name = _classify(origin, content, reader, pos, loading)
+    name = _classify(origin, content, reader, pos, loading, turned_back is not None)
+    if name == "other_prefix" and rotary and turned_back is None and origin.pos != pos:
+        name = "old_position"
     words = str(origin)
     if name == "stale_generation":
         words += ", another request that had the same id"
     return Diagnosis(name, side, words, *origin.computed_for)
+
+
+def _turned_back(registry: Registry, row: np.ndarray, layer: int, pos: int) -> np.ndarray | None:
+    """Return a row whose keys were moved to `pos`, with the keys as they were computed.
+
+    The values say what was computed where. None for any other row.
+    """
+    dim = registry.book.head_dim
+
+    def read(lanes: np.ndarray) -> tuple[int, int, int, int] | None:
+        value = registry.book.read_print(lanes)
+        return None if value is None else registry.decode(value)
+
+    hit = read(row[0, dim:])
+    if hit is None or registry.origins[hit[0]].kind != "token":
+        return None
+    content, by = hit[0], pos - registry.origins[hit[0]].pos
+    if not by:
+        return None
+    keys = np.rint(turned(row[:, :dim], -by))
+    heads = range(len(row))
+    if any(read(keys[head]) != (content, layer, 0, head) for head in heads):
+        return None
+    return np.concatenate([keys, row[:, dim:]], axis=1)
 
 
 def _computed_by(registry: Registry, reader: Chain, pos: int) -> set[str]:
@@ -386,19 +427,24 @@ def _computed_by(registry: Registry, reader: Chain, pos: int) -> set[str]:
     return {origin.req for origin in (here, last) if origin is not None}
 
 
-def _classify(origin: Origin, content: int, reader: Chain, pos: int, loading: bool) -> str:
+def _classify(
+    origin: Origin, content: int, reader: Chain, pos: int, loading: bool, is_moved: bool
+) -> str:
     if origin.kind == "poison":
         return "not_yet_loaded" if loading else "poison"
     if origin.kind == "draft":
         return "rejected_draft"
     if origin.kind == "unsound":
         return "on_failed_load"
+    same_token = origin.kind == "token" and origin.token == reader.tokens[pos]
     if content in reader.ids:
-        return "other_position"
+        return "other_prefix" if is_moved and same_token else "other_position"
     if origin.plain in reader.plain:
         return "other_identity"
-    if (origin.req, origin.generation) == (reader.req, reader.generation):
+    if same_token and origin.own != reader.identity.own(pos):
+        return "other_identity"
+    if (origin.req, origin.generation) == (reader.req, reader.generation) and not same_token:
         return "past_end"
-    if origin.kind == "token" and origin.token == reader.tokens[pos]:
+    if same_token:
         return "other_prefix"
     return "stale_generation" if origin.req == reader.req else "other_request"

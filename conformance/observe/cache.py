@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches the cache behind a connector, if its Inspector shows it.
 
-Such an Inspector has two methods more (docs/guide-connector-authors.md): `cache()` returns the
-state of the levels, and `cached(request)` what they have of a request.
+Such an Inspector has two methods more (docs/cache.md): `cache()` returns the state of the levels,
+and `cached(request)` what they have of a request. A third one, `sizes()`, is optional.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 from kvconform.contract.trace import Event, Trace
@@ -26,13 +27,19 @@ def shows_cache(inspector: Any) -> bool:
 
 
 class CacheObserver:
-    """Emits cache.lookup, cache.loaded, cache.state and cache.ended. Changes nothing.
+    """Emits cache.lookup, cache.loaded, cache.state, cache.ended and cache.size. Changes nothing.
 
-    `requests`: the engine's requests by id. `block_size`: in tokens.
+    `requests`: the engine's requests by id. `block_size`: in tokens. `kv_bytes` returns how large
+    the KV is that the engines of the run have computed.
     """
 
     def __init__(
-        self, trace: Trace, inspector: Any, requests: Mapping[str, Any], block_size: int
+        self,
+        trace: Trace,
+        inspector: Any,
+        requests: Mapping[str, Any],
+        block_size: int,
+        kv_bytes: Callable[[], int],
     ) -> None:
         self.trace = trace
         self._inspector = inspector
@@ -44,6 +51,9 @@ class CacheObserver:
         self.levels = 0
         """How many levels there are."""
         self._keys: list[set[str]] = []
+        self._kv_bytes = kv_bytes
+        # Levels that had something when the engine started.
+        self._used = {size["name"] for size in self._sizes() if size["bytes"]}
 
     def listen(self, probe: Probe) -> None:
         """Look at the cache after every lookup."""
@@ -108,6 +118,27 @@ class CacheObserver:
         while (state := self._look())["held"] and clock.monotonic() < deadline:
             time.sleep(POLL)
         self.trace.emit("cache.ended", **state)
+        for size in self._sizes():
+            folder = size.get("path")
+            self.trace.emit(
+                "cache.size",
+                level=size["name"],
+                bytes=size["bytes"],
+                on_disk=None if folder is None else bytes_in_files(Path(folder)),
+                kv=self._kv_bytes(),
+                fresh=size["name"] not in self._used,
+                block=self._block_size,
+            )
+
+    def _sizes(self) -> Sequence[Mapping[str, Any]]:
+        """Return the sizes of the levels, if the Inspector shows them."""
+        sizes = getattr(self._inspector, "sizes", None)
+        return sizes() if callable(sizes) else ()
+
+
+def bytes_in_files(folder: Path) -> int:
+    """Return the size of all files in a directory and below it; 0 if there is none."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def evicted(

@@ -416,6 +416,10 @@ def _cache_state(e: Event) -> tuple[str, str]:
     return "cache", f"{many(e['held'], 'hold')}, entries by level {', '.join(levels)}"
 
 
+def _cache_size(e: Event) -> tuple[str, str]:
+    return "cache", f"{e['level']} has {many(e['bytes'], 'byte')}, of {e['kv']} in the engine"
+
+
 def _plan(e: Event) -> tuple[str, str]:
     return "plan", f"{e['op']} {e['req']} [{e['start']}, {e['end']}) {e['timing']}"
 
@@ -455,6 +459,7 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "cache.lookup": _cache_lookup,
     "cache.state": _cache_state,
     "cache.ended": _cache_state,
+    "cache.size": _cache_size,
     "api": _api,
     "cache.reset": _reset,
     "case.expectation": _expected,

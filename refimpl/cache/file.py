@@ -26,6 +26,11 @@ class FileBackend:
         # Paths are strings, not `Path`: every hook of the connector needs some.
         self._root = root
 
+    @property
+    def root(self) -> str:
+        """The directory that all files are in."""
+        return self._root
+
     def exists(self, key: str) -> bool:
         return os.path.exists(self._path(key))
 

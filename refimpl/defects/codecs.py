@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from kvconform.refimpl.cache.codecs import CODECS, Quantising
+from kvconform.refimpl.cache.codecs import CODECS, Compressible, Quantising
+from kvconform.refimpl.cache.tiers import Level
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.variants.tiers import Tiered
+from kvconform.refimpl.variants.tiers import CacheInspector, Tiered
 
 
 class _OtherCodec(ReferenceConnector):
@@ -58,3 +59,24 @@ class ClipsOutliers(_OtherCodec, Tiered):
 
     def _other(self) -> Quantising:
         return _Narrow(8, 0.01)
+
+
+class RoundsInFull(Tiered):
+    """Rounds the values as its codec does, and stores each of them in full."""
+
+    def _put(self, epoch: int, key: str, layer: str, data: bytes, tokens: int) -> None:
+        dtype = self._layers[layer].dtype
+        rounded = self._codec.decode(self._codec.encode(data, dtype, tokens), dtype)
+        self._store.put(epoch, key, layer, Compressible().encode(rounded, dtype, tokens))
+
+
+class _UncompressedInspector(CacheInspector):
+    def _bytes(self, level: Level) -> int:
+        return 2 * super()._bytes(level)
+
+
+class CountsUncompressed(Tiered):
+    """Reports the size of what it stores from before its codec halved it."""
+
+    def kvconform_inspector(self) -> CacheInspector:
+        return _UncompressedInspector(self)

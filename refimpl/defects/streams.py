@@ -9,6 +9,7 @@ import torch
 
 from kvconform.refimpl.plan import Piece
 from kvconform.refimpl.streamed import Storing, StreamedConnector, Transfer
+from kvconform.refimpl.variants.staged import DoubleBuffered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,3 +117,18 @@ class LetsGoOfHost(StreamedConnector):
         width = host[0, 0].numel() * host.element_size()
         source, target = torch.tensor(pairs, dtype=torch.int64).T.contiguous()
         ops.swap_blocks_batch(source, target, torch.full((len(pairs),), width, dtype=torch.int64))
+
+
+class RefillsTooEarly(DoubleBuffered):
+    """Fills a device buffer again that is still being copied from."""
+
+    def _await(self, placed: torch.cuda.Event | None) -> None:
+        return
+
+
+class WaitsForBuffers(DoubleBuffered):
+    """Waits on the host until a device buffer is free."""
+
+    def _await(self, placed: torch.cuda.Event | None) -> None:
+        if placed is not None:
+            placed.synchronize()

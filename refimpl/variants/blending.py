@@ -4,29 +4,87 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from math import ceil
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.keys import chunk_extras, digest, request_key
+from kvconform.refimpl.keys import chunk_extras, digest, extend_keys, request_key
+from kvconform.refimpl.options import Options
+from kvconform.refimpl.paging import blocks_first
+from kvconform.refimpl.plan import Piece, Save
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+    from kvconform.refimpl.tracking import Tracked
+
+CONTEXT = "context"
+"""Name under which a chunk's context is stored, beside its layers."""
+SHARE = 0.15
+
+
+@dataclass(frozen=True)
+class BlendOptions(Options):
+    """The options of a connector that blends."""
+
+    recompute: float = SHARE
+    """The part of the tokens behind reused chunks that the engine computes again."""
+
+
+class Context(NamedTuple):
+    """Where a chunk was computed: its first position, and the chained key of its tokens."""
+
+    position: int
+    chained: str
+
+    def encode(self) -> bytes:
+        return f"{self.position} {self.chained}".encode()
+
+    @classmethod
+    def decode(cls, stored: bytes) -> Context:
+        """Undo `encode`. ValueError for anything else."""
+        position, chained = stored.decode().split(" ")
+        return cls(int(position), chained)
+
+
+@dataclass(frozen=True)
+class PlacedPiece(Piece):
+    """A piece that knows where its chunk is in the request."""
+
+    context: Context
 
 
 class Blending(ReferenceConnector):
     """Finds a chunk at any position after any prefix: its key covers only its own tokens.
 
-    This is CacheBlend without its recomputation of some tokens.
+    This is CacheBlend for a connector that cannot compute: the tokens to compute again are the last
+    ones, which it does not claim. Keys are turned to their new positions (rotary embeddings;
+    latent KV stays as it is). Its additional options are those of `BlendOptions`.
     """
+
+    options: BlendOptions
+    options_kind = BlendOptions
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._base = None if vllm_config.model_config.use_mla else rotary_base(vllm_config)
 
     @classmethod
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         return {
             **super().kvconform_capabilities(extra_config),
             "non_prefix_reuse": True,
+            "recomputes": extra_config.get("recompute", SHARE),
             "kv_events": False,
+            # It loads less of a prompt whose chunks were computed in another context.
+            "best_effort": True,
         }
+
+    # -- Scheduler half
 
     def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
         """Append the keys of the whole chunks within [0, end).
@@ -39,3 +97,84 @@ class Blending(ReferenceConnector):
             tokens = array("q", request.all_token_ids[start : start + chunk]).tobytes()
             keys.append(digest(root, tokens, *chunk_extras(request, 0, start + chunk)).hex())
         return keys
+
+    def _claim(self, request: Request, found: int) -> int:
+        """Leave the declared part of the tokens behind the first reused chunk to the engine."""
+        first = self._first_reused(request, found)
+        if first is None:
+            return super()._claim(request, found)
+        again = ceil(self.options.recompute * (request.num_tokens - first))
+        return super()._claim(request, min(found, request.num_tokens - again))
+
+    def _first_reused(self, request: Request, found: int) -> int | None:
+        """Return the position of the first stored chunk that was computed in another context."""
+        for number, key in enumerate(self._keys(request, [], found)):
+            if self._context(key) != self._own_context(request, number):
+                return number * self.options.chunk_tokens
+        return None
+
+    def _own_context(self, request: Request, number: int) -> Context:
+        """Return the context of a request's chunk if the chunk is computed there."""
+        chunk = self.options.chunk_tokens
+        end = (number + 1) * chunk
+        return Context(end - chunk, extend_keys([], self._root, request, chunk, end)[number])
+
+    def _context(self, key: str) -> Context | None:
+        """Return where a stored chunk was computed; None if it is gone."""
+        stored = self._store.get(key, CONTEXT)
+        return None if stored is None else Context.decode(stored)
+
+    def _pieces(self, tracked: Tracked, start: int, end: int) -> tuple[Piece, ...]:
+        placed = []
+        for piece in super()._pieces(tracked, start, end):
+            context = self._own_context(tracked.request, start // self.options.chunk_tokens)
+            values = {field.name: getattr(piece, field.name) for field in fields(Piece)}
+            placed.append(PlacedPiece(**values, context=context))
+            start += len(piece.slots)
+        return tuple(placed)
+
+    # -- Worker half
+
+    def _save(self, epoch: int, save: Save, layers: Iterable[str]) -> None:
+        if self._is_sound(save):
+            for piece in save.pieces:
+                assert isinstance(piece, PlacedPiece)
+                self._store.put(epoch, piece.key, CONTEXT, piece.context.encode())
+        super()._save(epoch, save, layers)
+
+    def _load_layer(self, piece: Piece, layer: str) -> bool:
+        assert isinstance(piece, PlacedPiece)
+        computed = self._context(piece.key)
+        if computed is None or not super()._load_layer(piece, layer):
+            return False
+        self._turn(self._layers[layer], piece.slots, piece.context.position - computed.position)
+        return True
+
+    def _turn(self, layer: torch.Tensor, slots: Sequence[int], by: int) -> None:
+        """Move the keys in these slots by so many positions."""
+        if not by or self._base is None:
+            return
+        view = blocks_first(layer)
+        index = torch.tensor(slots)
+        blocks, offsets = index // view.shape[2], index % view.shape[2]
+        rows = view[blocks, :, offsets]
+        keys = rows[..., 0, :] if view.dim() == 5 else rows[..., : rows.shape[-1] // 2]
+        keys.copy_(turned(keys.to(torch.float32), by, self._base))
+        view[blocks, :, offsets] = rows
+
+
+def rotary_base(vllm_config: Any) -> float:
+    """Return the base of the model's rotary embedding."""
+    config = vllm_config.model_config.hf_text_config
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    base: Any = parameters.get("rope_theta") or getattr(config, "rope_theta", 10_000.0)
+    return float(base)
+
+
+def turned(keys: torch.Tensor, by: int, base: float) -> torch.Tensor:
+    """Return keys [..., head size] moved by `by` positions (NeoX-style rotary embedding)."""
+    first, second = keys.chunk(2, dim=-1)
+    half = first.shape[-1]
+    angles = by * base ** (-torch.arange(half, device=keys.device) / half)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -133,5 +133,6 @@ STREAMED: dict[str, tuple[str, dict[str, Any]]] = {
         {"layerwise": True, "async_saves": True, "chunk_tokens": 6, "whole_blocks": False},
     ),
     "streams-staged": (f"{HERE}.staged:Staged", {"layerwise": True, "async_saves": True}),
+    "streams-buffered": (f"{HERE}.staged:DoubleBuffered", {"layerwise": True, "async_saves": True}),
 }
 """Variants for a CUDA device or its emulation, in the form of `VARIANTS`."""

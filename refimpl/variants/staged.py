@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector that saves through few staging buffers on the device.
+"""Connectors with few staging buffers on the device.
 
-The compute stream gathers into a buffer, and another stream copies from it. A buffer is used again
-when its copy is done, so the compute stream waits whenever all are in use.
+A buffer is used again when the copy from it is done. The stream that fills it waits for that, and
+the host never does.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvconform.refimpl.plan import Piece, Save
-from kvconform.refimpl.streamed import Storing, StreamedConnector
+from kvconform.refimpl.plan import Load, Piece, Save
+from kvconform.refimpl.streamed import Storing, StreamedConnector, Transfer
+from kvconform.refimpl.variants.prefetched import Prefetched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +24,10 @@ BUFFERS = 2
 
 
 class Staged(StreamedConnector):
-    """Gathers on the compute stream, which then owns what the copies read."""
+    """Saves through staging buffers.
+
+    The compute stream gathers into one, and then owns what the copies read.
+    """
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         super().register_kv_caches(kv_caches)
@@ -54,3 +59,61 @@ class Staged(StreamedConnector):
             copied = torch.cuda.Event()
             copied.record()
         self._in_flight.append((buffer, copied))
+
+
+class DoubleBuffered(Prefetched, Staged):
+    """Loads what was prefetched through two buffers: one is filled while the other is placed.
+
+    The load stream fills a buffer from the host, and another stream copies from it into the blocks.
+    """
+
+    _place_stream: torch.cuda.Stream
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._place_stream = torch.cuda.Stream()
+        sizes = [self._bytes_of(name) for name in self._layers]
+        device = next(iter(self._layers.values())).device
+        # The next one to be filled comes first; each with the event of the copy from it.
+        self._buffers: list[tuple[Tensor, torch.cuda.Event | None]] = [
+            (torch.empty(max(sizes), dtype=torch.uint8, device=device), None)
+            for _ in range(BUFFERS)
+        ]
+
+    def _bytes_of(self, name: str) -> int:
+        """Return the size of a layer of a whole chunk."""
+        row = math.prod(self._moving[name].row) * self._layers[name].dtype.itemsize
+        return row * self.options.chunk_tokens
+
+    @property
+    def _last_stream(self) -> torch.cuda.Stream:
+        return self._place_stream
+
+    def _fetch(self, load: Load) -> Transfer:
+        transfer = super()._fetch(load)
+        self._memory.release(load.req)
+        return transfer
+
+    def _copy_in(self, transfer: Transfer, piece: Piece, name: str, host: Tensor) -> None:
+        transfer.hosts[piece.key, name] = host
+        buffer, placed = self._buffers.pop(0)
+        self._await(placed)
+        rows = buffer[: host.numel() * host.element_size()].view(host.dtype).view(host.shape)
+        rows.copy_(host, non_blocking=True)
+        self._place_stream.wait_stream(self._load_stream)
+        with torch.cuda.stream(self._place_stream):
+            slots = self._slots(transfer, piece, rows.device)
+            self._moving[name].put(slots, rows)
+            is_placed = torch.cuda.Event()
+            is_placed.record()
+        self._buffers.append((buffer, is_placed))
+
+    def _await(self, placed: torch.cuda.Event | None) -> None:
+        """Let the load stream wait until a buffer is free."""
+        if placed is not None:
+            self._load_stream.wait_event(placed)
+
+    def shutdown(self) -> None:
+        if self._layers:
+            self._place_stream.synchronize()
+        super().shutdown()

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from kvconform.refimpl.cache.chunks import VALUES, ChunkStore, chunk_of
 from kvconform.refimpl.cache.eviction import EVICTORS
+from kvconform.refimpl.cache.file import FileBackend
 from kvconform.refimpl.cache.holds import Holds
 from kvconform.refimpl.cache.tiers import Level, Tiers
 from kvconform.refimpl.cache.urls import open_backend
@@ -225,6 +226,22 @@ class CacheInspector(Inspector):
                 | vars(level.counts)
             )
         return {"held": len(cache.holds), "levels": levels}
+
+    def sizes(self) -> list[dict[str, Any]]:
+        """Return of each level its `name`, the `bytes` of its values, and the `path` of its files.
+
+        It reads all values.
+        """
+        sizes = []
+        for level in self._connector._cache.tiers.levels:
+            size: dict[str, Any] = {"name": level.name, "bytes": self._bytes(level)}
+            if isinstance(level.backend, FileBackend):
+                size["path"] = level.backend.root
+            sizes.append(size)
+        return sizes
+
+    def _bytes(self, level: Level) -> int:
+        return sum(len(level.backend.get(key) or b"") for key in level.stored())
 
     def cached(self, request: Request) -> list[int]:
         """Return how many of a request's first tokens the levels have.

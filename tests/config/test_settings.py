@@ -217,7 +217,7 @@ SELECTIONS: list[tuple[dict[str, Any], str]] = [
         {"select": ["lifecycle.api[reference-sync-v9-d1-b4]"]},
         "case lifecycle.api has no run lifecycle.api[reference-sync-v9-d1-b4]; it has ",
     ),
-    ({"profile": "cor"}, "there is no profile 'cor'; did you mean core?"),
+    ({"profile": "cor"}, "there is no profile 'cor'; did you mean core"),
     ({"profile": "fast"}, "there is no profile 'fast'; the profiles are core, full, findings, "),
     ({"trace": "lookup.truth"}, "--trace: there is no case 'lookup.truth'"),
     ({"disable": ["nothing"]}, "disable: there is no requirement or case 'nothing'"),

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconform.compat.vllm_api import model_path
 from kvconform.contract.events import PROVENANCE
 from kvconform.kernels.codes import CodeBook
 from kvconform.kv.provenance import Adapter, Chain, Diagnosis, Identity, Origin, Registry, diagnose
+from kvconform.kv.rotary import BASE, turned
 
 BOOK = CodeBook(2, 2, 16)
 TOKENS = [11, 12, 13, 14, 15, 16]
@@ -28,10 +32,13 @@ class World:
     def chain(self, req: str, generation: int, tokens: list[int], salt: str | None = None) -> Chain:
         made = Chain(req, generation, Identity.of(salt))
         for pos, token in enumerate(tokens):
-            self.registry.note(
-                made.append(token), Origin("token", req, generation, pos, made.plain[-1], token)
-            )
+            self.registry.note(made.append(token), self._origin(made, pos))
         return made
+
+    def _origin(self, made: Chain, pos: int) -> Origin:
+        own = made.identity.own(pos)
+        token = made.tokens[pos]
+        return Origin("token", made.req, made.generation, pos, made.plain[pos], token, own)
 
     def row(self, content: int, layer: int = 0) -> np.ndarray:
         """[heads, width] of one content id."""
@@ -93,8 +100,12 @@ CASES: dict[str, tuple[Wrong, tuple[str, ...]]] = {
         ("token 14", "position 3", "request b"),
     ),
     "other_prefix": (
-        lambda w: w.row(w.chain("b", 0, [1, 2, 3, TOKENS[3]]).ids[3]),
+        lambda w: w.row(w.chain("b", 0, [1, 2, 3, TOKENS[3]], "salt").ids[3]),
         ("token 14", "position 3", "request b"),
+    ),
+    "old_position": (
+        lambda w: w.row(w.chain("b", 0, [1, TOKENS[3]], "salt").ids[1]),
+        ("token 14", "position 1", "request b"),
     ),
     "other_position": (lambda w: w.row(w.reader.ids[2]), ("token 13", "position 2", "request a")),
     "on_failed_load": (unsound, ("token 14", "position 3", "request a", "load that failed")),
@@ -152,6 +163,7 @@ COMPUTED_FOR = {
     "other_request": ("b", 3),
     "other_identity": ("b", 3),
     "other_prefix": ("b", 3),
+    "old_position": ("b", 1),
     "other_position": ("a", 2),
     "on_failed_load": ("a", 3),
     "rejected_draft": ("a", 3),
@@ -197,7 +209,7 @@ def test_the_same_token_behind_another_prefix_is_that_whatever_the_id_of_its_req
     """A connector that reuses chunks without their prefix finds those of an older namesake, too."""
     for req, generation in (("b", 0), ("a", 0)):
         world = World()
-        row = world.row(world.chain(req, generation, [1, 2, 3, TOKENS[3]]).ids[3])
+        row = world.row(world.chain(req, generation, [1, 2, 3, TOKENS[3]], "salt").ids[3])
         assert world.diagnose(row).found == "other_prefix"
 
 
@@ -329,3 +341,44 @@ def test_plain_ids_ignore_identity() -> None:
     for token in TOKENS:
         one.append(token), two.append(token)
     assert one.plain == two.plain and not set(one.ids) & set(two.ids)
+
+
+def test_keys_that_were_turned_to_their_new_position_are_the_same_token_behind_another_prefix() -> (
+    None
+):
+    """The nonce is turned with them; keys that were turned too far are no KV of the run."""
+    for by, found in ((2, "other_prefix"), (3, "unknown")):
+        world = World()
+        row = world.row(world.chain("b", 0, [1, TOKENS[3]], "salt").ids[1])
+        row[:, :16] = turned(row[:, :16], by)
+        assert world.diagnose(row).found == found
+
+
+def test_a_token_of_the_same_request_may_be_reused_at_another_position() -> None:
+    world = World()
+    world.reader = world.chain("c", 0, [1, TOKENS[3], 3, TOKENS[3]])
+    row = world.row(world.reader.ids[1])
+    assert world.diagnose(row).found == "other_position"
+    row[:, :16] = turned(row[:, :16], 2)
+    assert world.diagnose(row).found == "other_prefix"
+
+
+def test_the_same_token_of_another_tenant_is_that_behind_any_prefix() -> None:
+    world = World()
+    row = world.row(world.chain("b", 0, [1, 2, 3, TOKENS[3]], "other").ids[3])
+    assert world.diagnose(row).found == "other_identity"
+
+
+def test_keys_are_turned_as_by_vllm() -> None:
+    """`turned` by n is the rotary embedding of position n, with the suite's model's base."""
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    config = json.loads((Path(model_path()) / "config.json").read_text(encoding="utf-8"))
+    assert config["rope_theta"] == BASE
+    keys = torch.rand(1, 16)
+    with set_current_vllm_config(VllmConfig()):
+        rotary = RotaryEmbedding(16, 16, 64, BASE, True, torch.float32)
+        _, expected = rotary.forward_native(torch.tensor([5]), keys.clone(), keys.clone())
+    np.testing.assert_allclose(turned(keys.numpy(), 5), expected.numpy(), atol=1e-5)

@@ -329,6 +329,30 @@ def test_redis_that_is_full_loses_what_is_saved(
         assert store.lost >= 1 and store.get("k", "layer") == b"data"
 
 
+def test_redis_has_what_it_has_written_to_its_disk_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with url_of("redis", tmp_path, monkeypatch) as url:
+        import redis
+
+        [servers] = Servers.active
+        store = open_store(url, patience=BUSY)
+        for key in ("kept", "lost"):
+            store.put(0, key, "layer", b"data")
+            store.commit(0, key)
+            if key == "kept":
+                redis.Redis.from_url(url).save()
+        servers.restart("redis")
+        Patient.silent.clear()
+        for again in (store, open_store(url, patience=BUSY)):
+            again.discard()
+            assert again.get("kept", "layer") == b"data"
+            assert not again.has("lost") and again.get("lost", "layer") is None
+        store.put(0, "lost", "layer", b"again")
+        store.commit(0, "lost")
+        assert store.get("lost", "layer") == b"again"
+
+
 def test_a_pause_after_a_failure_is_not_shared_by_other_servers() -> None:
     bad, good = Patient(Failing(), "a"), Patient(MemoryBackend(), "b")
     bad._backend.fails = ("get",)  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ CASES = (
     "speculation.mixed",
 )
 MATTERS = {  # what is only different elsewhere
-    "blending": ("identity.same-middle",),
+    "blending": ("identity.blended", "identity.same-middle"),
     "buffered": ("cache.prefetched",),
     "buffered-async": ("cache.prefetched",),
     "chunk-256": ("chunked.large-chunks",),
@@ -42,7 +42,7 @@ MATTERS = {  # what is only different elsewhere
     "foresees-failures": ("chunked.boundaries",),
     "honours-skip": ("lifecycle.ignore-hits", "lifecycle.local-recomputed"),
     "in-parts": ("chunked.boundaries",),
-    "int8": ("cache.stored-again",),
+    "int8": ("cache.size", "cache.stored-again"),
     "instance-hooks": ("multi.after-winner",),
     "metered": ("cache.demoted", "lifecycle.statistics"),
     "one-group-only": ("groups.chunked",),
