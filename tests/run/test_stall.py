@@ -295,6 +295,14 @@ def test_held_blocks_may_wait_for_a_lease(monkeypatch: pytest.MonkeyPatch) -> No
     assert driver.stall()[1] == stall.LEASE
 
 
+def test_without_held_blocks_there_is_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Detector(monkeypatch)
+    driver.has(b="WAITING")
+    seconds, leapt = driver.stall()
+    assert leapt == 0
+    assert seconds == pytest.approx(2.0, abs=0.2)
+
+
 def test_with_tokens_in_flight_no_lease_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Detector(monkeypatch)
     driver.has(a="FINISHED_STOPPED")
