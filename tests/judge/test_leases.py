@@ -78,6 +78,28 @@ def test_without_a_lease_it_says_nothing(events: list[Event]) -> None:
     assert lease_of(run, run[-1]) is None
 
 
+def test_a_run_that_came_to_rest_holds_nothing() -> None:
+    """A stall may come before: the next part of the run goes on, and releases what was held."""
+    run = trace(HOLD, LEAPT, {**END, "quiesced": True})
+    assert lease_of(run, run[-1]) is None
+    assert lease_of(run, run[0]) is not None
+
+
+@pytest.mark.parametrize(
+    "other", [{"on": "d"}, {"req": "b"}, {"generation": 1}], ids=lambda other: next(iter(other))
+)
+def test_only_its_own_release_ends_a_hold(other: Event) -> None:
+    run = trace({**HOLD, "on": "p"}, {**RELEASE, "on": "p", **other}, LEAPT, END)
+    assert lease_of(run, run[-1]) is not None
+    run = trace({**HOLD, "on": "p"}, {**RELEASE, "on": "p"}, LEAPT, END)
+    assert lease_of(run, run[-1]) is None
+
+
+def test_a_stall_before_the_hold_says_nothing_about_it() -> None:
+    run = trace(LEAPT, HOLD, END)
+    assert lease_of(run, run[1]) is None
+
+
 def test_a_load_has_none() -> None:
     run = trace({**HOLD, "direction": "recv"}, LEAPT, END)
     assert lease_of(run, run[0]) is None

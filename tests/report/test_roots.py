@@ -127,6 +127,17 @@ def test_a_load_that_also_fails_elsewhere_is_a_root_cause_of_its_own() -> None:
     assert len(roots(both)) == 2, "together, the two explain all runs"
 
 
+@pytest.mark.parametrize("most", ["save.owned", "recv.exactly-once"])
+def test_of_several_explanations_the_one_of_most_runs_is_taken(most: str) -> None:
+    """The other one comes first in one of the cases, and explains a run that the first does not."""
+    few = ({"save.owned", "recv.exactly-once"} - {most}).pop()
+    causes = [row(few, "a", event=1), *(row(most, case, event=1) for case in ("b", "c"))]
+    shown = [row("load.position", case, event=9) for case in ("a", "b", "c")]
+    for rows in ([*causes, *shown], [*causes[::-1], *shown]):
+        explains = {root.row.requirement: len(root.consequences) for root in roots(rows)}
+        assert explains == {most: 1, few: 0}
+
+
 def test_a_report_explains_only_what_comes_after_it() -> None:
     before = [row("recv.exactly-once", event=5), row("load.complete-or-failed", event=9)]
     assert shape(roots(before)) == [("recv.exactly-once", ["load.complete-or-failed"], [])]

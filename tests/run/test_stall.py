@@ -246,7 +246,12 @@ class Detector:
         self.trace = Trace()
         self.trace.step = 1
         self.target = Target("x:Y", {}, stall_seconds=2.0)
-        scheduler = SimpleNamespace(requests=self.requests)
+        scheduler = SimpleNamespace(
+            requests=self.requests,
+            has_unfinished_requests=lambda: (
+                not all(r.is_finished() for r in self.requests.values())
+            ),
+        )
         self.all_engines = [SimpleNamespace(queue=self.queue, scheduler=scheduler)]
         monkeypatch.setattr(stall, "clock", SimpleNamespace(monotonic=self.real, advance=self.real))
         monkeypatch.setattr(stall, "time", SimpleNamespace(sleep=self.sleep))
@@ -271,6 +276,10 @@ class Detector:
             self.requests[name] = SimpleNamespace(
                 status=state, is_finished=lambda ended=ended: ended
             )
+
+    def flies(self, *, tokens: int) -> None:
+        output = SimpleNamespace(total_num_scheduled_tokens=tokens)
+        self.queue[:] = [SimpleNamespace(output=output)]
 
     def stall(self) -> tuple[float, float]:
         """Return after how many seconds it is a stall, and how far the clock was set forward."""
@@ -297,10 +306,9 @@ def test_without_held_blocks_there_is_no_lease(monkeypatch: pytest.MonkeyPatch) 
 def test_with_tokens_in_flight_no_lease_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Detector(monkeypatch)
     driver.has(a="FINISHED_STOPPED")
-    flight = SimpleNamespace(output=SimpleNamespace(total_num_scheduled_tokens=1))
-    driver.queue.append(flight)
+    driver.flies(tokens=1)
     assert driver.stall()[1] == 0
-    flight.output.total_num_scheduled_tokens = 0
+    driver.flies(tokens=0)
     assert driver.stall()[1] == stall.LEASE, "a step without tokens is none of its work"
 
 
@@ -308,7 +316,7 @@ def test_what_is_at_work_is_waited_for_until_patience_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = Detector(monkeypatch, at_work=True)
-    driver.has(b="WAITING")
+    driver.flies(tokens=1)
     assert driver.stall()[0] == pytest.approx(12.0, abs=0.5)
     seconds = [driver.stall()[0] for _ in range(10)]
     assert seconds[-1] == pytest.approx(2.0, abs=0.2)
