@@ -133,6 +133,8 @@ FINDING = HERE / "findings" / "example-identity.yaml"
         ("case: ", "case: no-", "there is no case no-"),
         ("connector: ", "connector: no-", "the catalogue has no no-"),
         ("id: ", "id: other-", "the file must have the same name"),
+        ("cases: [", 'cases: ["layout.*", ', "layout.* in `cases` covers a whole area"),
+        ("cases: [", 'cases: ["lay*", ', "lay* in `cases` covers a whole area"),
     ],
 )
 def test_a_broken_finding_is_told_in_a_sentence(

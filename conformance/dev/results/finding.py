@@ -109,7 +109,8 @@ class Finding(_Part):
         description="id of a case or live scenario, or path of a case below docs/results/cases/"
     )
     cases: list[str] = Field(
-        default=[], description="other cases (ids, globs) that fail for the same cause"
+        default=[],
+        description="other cases (ids, or globs within an area) that fail for the same cause",
     )
     lines: list[str] = Field(
         default=[],
@@ -150,6 +151,17 @@ class Finding(_Part):
     def _consistent(self) -> Finding:
         if self.wrong_tokens != (self.severity.effect == "wrong-tokens"):
             raise ValueError("wrong_tokens and severity.effect contradict each other")
+        return self
+
+    @model_validator(mode="after")
+    def _narrow(self) -> Finding:
+        for each in self.cases:
+            area = each.partition(".")[0]
+            if fnmatchcase(f"{area}.", each):
+                raise ValueError(
+                    f"{each} in `cases` covers a whole area, later cases included;"
+                    " name the cases that fail for this cause"
+                )
         return self
 
     def names(self, entry: str, requirement: str) -> bool:
