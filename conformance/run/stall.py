@@ -86,7 +86,7 @@ class StallDetector:
 
     def over(self) -> None:
         """Count from zero, after progress."""
-        self.since = self.alive = clock.monotonic()
+        self.since = self.alive = self._counted = clock.monotonic()
         self._looked = -math.inf
         self.ends: list[Place] = []
         self.leapt = 0.0
@@ -105,7 +105,7 @@ class StallDetector:
                 if self._waits(part * target.stall_seconds):
                     time.sleep(0.002)
                     return False
-                _Spent.seconds += self.alive - self.since
+                self._spend()
             self.leapt += LEAP
             clock.advance(LEAP)
             why = "stall" if part == HELD else "waiting"
@@ -114,8 +114,13 @@ class StallDetector:
         if self._waits(target.stall_seconds):
             time.sleep(0.002)
             return False
-        _Spent.seconds += self.alive - self.since
+        self._spend()
         return True
+
+    def _spend(self) -> None:
+        """Count what was waited because the connector might be at work."""
+        _Spent.seconds += self.alive - self._counted
+        self._counted = self.alive
 
     def _waits(self, seconds: float) -> bool:
         """Return whether to wait on: these seconds, also after the last sign of work."""
