@@ -114,7 +114,10 @@ def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         ),
         (("run", "-k", ""), "Error: Invalid value: -k names nothing"),
         (("run", "-k", " , "), "Error: Invalid value: -k names nothing"),
-        (("run", "--profile", "cor"), "kvconform: there is no profile 'cor'; did you mean core?"),
+        (
+            ("run", "--profile", "smok"),
+            "kvconform: there is no profile 'smok'; did you mean smoke?",
+        ),
         (("run", "--config", "none.toml"), "kvconform: there is no settings file none.toml"),
         (("run", "a:B", "--connector", "c:D"), "Error: Invalid value: name the connector once"),
         (("run", "--no-such-option"), "Error: No such option: --no-such-option"),

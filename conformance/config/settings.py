@@ -75,7 +75,6 @@ class Settings(BaseModel):
     )
     router: str | None = Field(
         default=None,
-        pattern=r"^[\w.]+:\w+$",
         description="package.module:Class that makes the kv_transfer_params of a producer's and a "
         "consumer's requests, in place of vLLM's example proxies (docs/guide-connector-authors.md)",
     )
@@ -176,6 +175,13 @@ class Settings(BaseModel):
     @classmethod
     def _is_shard(cls, value: str | None) -> str | None:
         return None if value is None else str(parse(value))
+
+    @field_validator("router")
+    @classmethod
+    def _is_class(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[\w.]+:\w+", value):
+            raise ValueError("name the router's class as package.module:Class")
+        return value
 
     @field_validator("adapters")
     @classmethod

@@ -284,9 +284,10 @@ _kind(
     "pair.request",
     "sched",
     "on:str req:str generation:int of:str stale:str aborted:bool offered:int local:int "
-    "promised:int loaded:int wrong:bool failed:bool held:bool released:int gone:bool",
+    "promised:int loaded:int wrong:bool failed:bool held:bool released:int gone:bool early:bool",
     "At the end, for a request that was handed parameters: the fate of the KV they refer "
-    "to; gone = released before it was loaded, or, if nothing was, before the request came.",
+    "to; gone = released before it was loaded, or, if nothing was, before the request came; "
+    "early = released before the request was granted a load, or, without one, before it came.",
 )
 
 # -- hooks: what the probe sees

@@ -829,7 +829,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "pair.engine": ("on", "role"),
     "pair.lookup": ("on", "role", "stale"),
     "pair.params": ("on", "none", "json"),
-    "pair.request": ("on", "wrong", "failed", "gone", "released"),
+    "pair.request": ("on", "wrong", "failed", "gone", "early", "released"),
     "lookup": (_answer, "is_async", "computed_before_reset", _unheard),
     "device.note": ("hook", "what"),
     "transfer.reported": ("direction", "held", "second"),

@@ -25,8 +25,6 @@ from kvconform.pack.wheels import Part
 
 MEGABYTE = 1_000_000
 OLDEST_PYTHON = (3, 11)
-TESTED_WITH = ("hypothesis",)
-"""Requirements of the kernels' tests, which a pack takes along."""
 
 
 class Parts(NamedTuple):
@@ -137,10 +135,8 @@ def requirements(vllm: Part, rules: Parts, target: Target) -> list[str]:
 
 
 def ours() -> list[Requirement]:
-    """Return what kvconform requires, extras included, and what the packed tests require."""
-    found = [Requirement(each) for each in importlib.metadata.requires("kvconform") or ()]
-    tested = [each for each in found if each.name in TESTED_WITH and wheels.kernel_tests()]
-    return [*found, *(Requirement(plain(each)) for each in tested)]
+    """Return what kvconform requires, extras included."""
+    return [Requirement(each) for each in importlib.metadata.requires("kvconform") or ()]
 
 
 def plain(requirement: Requirement) -> str:

@@ -332,7 +332,7 @@ def hand_over(target: Target, tmp: Path) -> HandOver:
     ends = [e for e in run.trace if e["kind"] == "pair.request"]
     return HandOver(
         hands_over=any(not e["none"] for e in handed),
-        notes=any(e["held"] and e["released"] and not e["gone"] for e in ends),
+        notes=any(e["held"] and e["released"] and not e["early"] for e in ends),
         partial=any(0 < e["loaded"] < e["offered"] - variant.block_size for e in ends),
     )
 

@@ -221,6 +221,8 @@ class Handovers:
         released = [seq for seq in reports if seq < until]
         lookups = [e for e in mine if e["kind"] == "lookup" and e["tokens"] is not None]
         came = next((e["seq"] for e in (*dues, *mine)), math.inf)
+        # A producer may have read it all, and report, before the consumer's engine hears of it.
+        asked = next((e["seq"] for e in grants if e["external"]), came)
         wrong = [e for e in dues if (e["missing"] and not e["reported_failed"]) or e["wrong"]]
         self.trace.emit(
             "pair.request",
@@ -239,6 +241,7 @@ class Handovers:
             held=any(e["kind"] == "hold" for e in sends),
             released=len(released),
             gone=bool(reports) and reports[0] < came,
+            early=bool(reports) and reports[0] < asked,
         )
 
 

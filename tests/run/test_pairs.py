@@ -308,6 +308,28 @@ def test_a_peer_may_hand_over_less_or_wait_for_a_time_limit(
         assert failed <= {"transfer.params-returned"}
 
 
+class HearsLate(Peer):
+    """Its consumer reports a load three polls after it has told the producer that it has the KV."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._loaded: list[set[str]] = [set(), set(), set()]
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent, received = super().get_finished(finished_req_ids)
+        self._loaded.append(received or set())
+        return sent, self._loaded.pop(0) or None
+
+
+def test_a_producer_may_hear_of_a_load_before_the_consumers_engine_does(tmp_path: Path) -> None:
+    target = Target(f"{__name__}:HearsLate", {})
+    assert hand_over(target, tmp_path / "calibration").notes
+    variant = variants(SPEC.cases["transfer.prompt"])[0]
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "run")
+    verdicts = {row.requirement: row.verdict for row in report.rows}
+    assert verdicts["transfer.released"] == "PASS" and "FAIL" not in {*map(str, verdicts.values())}
+
+
 def test_notes_are_found_out_where_the_two_roles_are_declared(tmp_path: Path) -> None:
     declared = {"transfer": True, "roles": ["kv_producer", "kv_consumer"]}
     variant = variants(SPEC.cases["transfer.prompt"])[0]
