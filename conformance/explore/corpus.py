@@ -238,8 +238,13 @@ class Corpus:
                 self._delete("failures", new.entry)
             return
         if known is None:
-            self._replay.append(new.workload)
             self.received += 1
+            self._replay.append(new.workload)
+        else:
+            self._delete("failures", known.entry)
+            self._replay = [
+                new.workload if each == known.workload else each for each in self._replay
+            ]
         self._failures[key] = new
 
     def _new(

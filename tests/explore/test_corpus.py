@@ -126,6 +126,24 @@ def test_the_smallest_workload_of_a_failure_stays_until_it_fails_no_more(place: 
     assert opened(place).failing == 0
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_order_in_which_failures_are_read_does_not_matter(
+    backwards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis returns a set; only the smallest workload of a failure is replayed, and stays."""
+    small, large = sorted(some(2), key=lambda each: each.size)
+    one, two = opened(tmp_path), opened(tmp_path)
+    for corpus, workload in ((one, large), (two, small)):
+        corpus.fail(CRASH, workload, shrunk=False)
+    fetch = Corpus._fetch
+    monkeypatch.setattr(
+        Corpus, "_fetch", lambda self, kind: sorted(fetch(self, kind), key=len, reverse=backwards)
+    )
+    found = opened(tmp_path)
+    assert next(found.guided(iter(()), BOTH, MODES)) == small
+    assert len(fetch(found, "failures")) == 1
+
+
 PROGRAM = """
 import sys
 from test_corpus import opened, some, Outcome
