@@ -62,7 +62,7 @@ def exercised(report: CaseReport, requirement: str) -> int:
 
 def test_it_stores_and_loads(target: Target, tmp_path: Path) -> None:
     report = judged(PLAIN, target, tmp_path)
-    assert not failed(report)
+    assert not failed(report), [row.message for row in report.rows if row.verdict == Verdict.FAIL]
     assert exercised(report, "load.complete-or-failed") > 2
 
 

@@ -9,7 +9,8 @@ the installed vLLM instead; nothing is executed then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -65,10 +66,20 @@ def brings_about(name: str) -> Callable[[Callable[[Bench], None]], Callable[[Ben
     return register
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _groups_stay() -> Iterator[None]:
+    """A shut down engine core ends the process's parallel groups, which other tests use.
+
+    The patch outlives all engine cores: `monkeypatch` keeps some until it is undone.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
+        yield
+        gc.collect()
+
+
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    # A shut down engine core ends the process's parallel groups, which other tests use.
-    monkeypatch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
     monkeypatch.setattr("vllm.distributed.kv_transfer.kv_transfer_state._KV_CONNECTOR_AGENT", None)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     return Bench(tmp_path, monkeypatch)
