@@ -34,7 +34,7 @@ from kvconform.dev import lint_requirements
 from kvconform.dev.defect import Defect
 from kvconform.dev.lint_requirements import Finding, numbers, place_of
 from kvconform.errors import Location, did_you_mean
-from kvconform.words import many
+from kvconform.words import listed, many
 
 RULES: dict[str, str] = {
     "L001": "the file does not load",
@@ -313,9 +313,8 @@ def mention_unkilled(spec: Spec) -> Iterator[Finding]:
     found = _unkilled(spec)
     if not found or not spec.defects:
         return
-    names = [req.id for req in found[:MENTIONED]]
-    more = f" and {len(found) - MENTIONED} more" if len(found) > MENTIONED else ""
-    sentence = f"no defect violates {many(len(found), 'requirement')}: {', '.join(names)}{more}"
+    names = listed([req.id for req in found], MENTIONED)
+    sentence = f"no defect violates {many(len(found), 'requirement')}: {names}"
     where = place_of(spec, "requirement", found[0].id)
     yield Finding(where, "L028", f"{sentence} (--strict names all)", warning=True)
 

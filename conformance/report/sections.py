@@ -25,7 +25,7 @@ from kvconform.report.collector import Collector
 from kvconform.report.layout import INDENT, command, paragraph, wrapped
 from kvconform.report.roots import Root
 from kvconform.report.timeline import fit, shorten
-from kvconform.words import many
+from kvconform.words import listed, many
 
 LISTED = 4
 """Number of runs that a whole section lists by name."""
@@ -212,5 +212,4 @@ def _listed(runs: Sequence[str], what: str, which: str = "", *, most: int) -> st
     """Return the number of runs, and the first `most` of them; empty if there are none."""
     if not runs:
         return ""
-    more = f" and {len(runs) - most} more" if len(runs) > most else ""
-    return f"{many(len(runs), what)}{which}: {', '.join(runs[:most])}{more}"
+    return f"{many(len(runs), what)}{which}: {listed(runs, most)}"

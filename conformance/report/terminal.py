@@ -27,7 +27,7 @@ from kvconform.report.roots import roots
 from kvconform.report.sections import print_failures
 from kvconform.report.tables import print_lines, print_tables, verdict_name
 from kvconform.report.timeline import fit
-from kvconform.words import many
+from kvconform.words import listed, many
 
 __all__ = ["header", "make_console", "report"]
 
@@ -257,9 +257,7 @@ def _unmet(console: Console, reports: Iterable[CaseReport], found: Aggregate) ->
     text = f"{many(len(unmet), 'run')} did not reach the situation {whose}"
     text += "; a store that is small, not persistent or written late is one reason"
     if found.unreached:
-        shown = ", ".join(list(found.unreached)[:LISTED])
-        more = len(found.unreached) - LISTED
-        text += f". They did not exercise {shown}" + (f" and {more} more" if more > 0 else "")
+        text += f". They did not exercise {listed(list(found.unreached), LISTED)}"
     console.print()
     lines = wrapped(text, console.width)
     for report in unmet[:UNREACHED]:

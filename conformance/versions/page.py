@@ -14,6 +14,7 @@ from kvconform.config.settings import Settings
 from kvconform.report.pages import render
 from kvconform.versions.changes import ASPECTS, Change, as_data
 from kvconform.versions.matrix import Release
+from kvconform.words import listed
 
 LISTED = 10
 """Sorts of changes that the page lists under one heading; the JSON file has all."""
@@ -106,9 +107,7 @@ def markdown(
 
 def _names(names: Iterable[str]) -> str:
     """Return the names, or the first of them and how many more there are."""
-    listed = list(names)
-    more = f" and {len(listed) - 2 * LISTED} more" if len(listed) > 2 * LISTED else ""
-    return ", ".join(f"`{name}`" for name in listed[: 2 * LISTED]) + more
+    return listed([f"`{name}`" for name in names], 2 * LISTED)
 
 
 def _words(verdict: str) -> str:

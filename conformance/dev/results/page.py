@@ -22,6 +22,7 @@ from kvconform.dev.results.finding import STATUSES, Finding
 from kvconform.judge.aggregate import called
 from kvconform.live.random import PAIR_REQUESTS
 from kvconform.report.pages import render
+from kvconform.words import listed
 
 ENGINES = ("reference", "vllm", "live")
 LISTED = 5
@@ -218,9 +219,7 @@ def _stated(finding: Finding, each: Basis) -> str:
 
 
 def _cases(names: Sequence[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:LISTED])
-    more = len(names) - LISTED
-    return f"{shown} and {more} more" if more > 0 else shown
+    return listed([f"`{name}`" for name in names], LISTED)
 
 
 def _named(finding: Finding) -> str:

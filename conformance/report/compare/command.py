@@ -16,7 +16,7 @@ from kvconform.report.compare import changes
 from kvconform.report.compare.changes import Comparison, compare
 from kvconform.report.jsonl import read
 from kvconform.report.layout import wrapped
-from kvconform.words import many
+from kvconform.words import listed, many
 
 STYLE = {
     "fails now": "bold red",
@@ -120,6 +120,5 @@ def show(console: Console, comparison: Comparison) -> None:
             for line in wrapped(flip.message, console.width, "    ", "    "):
                 say(escape(line), style="dim")
         if flip.kind in STYLE:
-            more = f" and {len(flip.runs) - NAMED} more" if len(flip.runs) > NAMED else ""
-            say(f"    {escape(', '.join(flip.runs[:NAMED]))}{more}", style="dim")
+            say(f"    {escape(listed(flip.runs, NAMED))}", style="dim")
     say()
