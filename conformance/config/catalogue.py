@@ -95,20 +95,25 @@ def versions(requires: Sequence[str]) -> dict[str, str | None]:
     return found
 
 
+def absent(requires: Sequence[str]) -> list[str]:
+    """Return the packages that pip requirements name and that are not installed."""
+    return [name for name, version in versions(requires).items() if version is None]
+
+
 def lacking(entry: str | None) -> list[str]:
     """Return a warning if packages that an entry of the catalogue requires are not installed.
 
     It is no error, because the connector may work with others. None for `entry`: no warning.
     """
     requires = named(entry).requires if entry is not None else []
-    absent = [name for name, version in versions(requires).items() if version is None]
-    if not absent:
+    missing = absent(requires)
+    if not missing:
         return []
-    are = "is" if len(absent) == 1 else "are"
+    are = "is" if len(missing) == 1 else "are"
     install = f"pip install {' '.join(requires)}"
     nox = f"nox -s conformance -- --connector {entry}"
     return [
-        f"{', '.join(absent)} {are} not installed here: {install}; {nox} does that automatically"
+        f"{', '.join(missing)} {are} not installed here: {install}; {nox} does that automatically"
     ]
 
 

@@ -131,8 +131,7 @@ def lacks(subject: Subject, root: Path) -> str | None:
     for setup in subject.setups:
         if setup.catalogue is not None:
             requires = catalogue.named(setup.catalogue).requires
-            absent = [name for name, version in catalogue.versions(requires).items() if not version]
-            if absent:
+            if absent := catalogue.absent(requires):
                 return f"{', '.join(absent)} is not installed: pip install {' '.join(requires)}"
     for module in subject.modules:
         try:

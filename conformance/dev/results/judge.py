@@ -67,8 +67,7 @@ def judge(
 ) -> Judged:
     """Run the suite on an entry in a process of its own, if its packages are installed."""
     entry = catalogue.named(turn.entry)
-    absent = [name for name, found in catalogue.versions(entry.requires).items() if found is None]
-    if absent:
+    if absent := catalogue.absent(entry.requires):
         install = f"pip install {' '.join(entry.requires)}"
         return Judged(turn.entry, why=f"it needs {', '.join(absent)}: {install}")
     with tempfile.TemporaryDirectory(prefix="kvconform-") as tmp:
@@ -76,11 +75,18 @@ def judge(
         name = f"{catalogue.PREFIX}{turn.entry}"
         command = [sys.executable, "-m", "kvconform", "run", name, *turn.options]
         done = call([*command, "--report-dir", str(folder)], capture_output=True, text=True)
-        if done.returncode not in ANSWERED:
-            words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            return Judged(turn.entry, why=words[-1].removeprefix("kvconform: "))
+        if (why := unanswered(done)) is not None:
+            return Judged(turn.entry, why=why)
         try:
             found = digests(folder, turn.entry, entry.requires, turn.date, load_spec())
         except KvconformError as error:
             return Judged(turn.entry, why=error.message)
     return Judged(turn.entry, tuple(found))
+
+
+def unanswered(done: subprocess.CompletedProcess[str]) -> str | None:
+    """Return why `kvconform run` has made no complete report, in its own words, or None."""
+    if done.returncode in ANSWERED:
+        return None
+    words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return words[-1].removeprefix("kvconform: ")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvconform.dev.results.finding import Finding
-from kvconform.dev.results.judge import ANSWERED
+from kvconform.dev.results.judge import unanswered
 from kvconform.errors import UsageError
 from kvconform.execute.answers import Death
 from kvconform.execute.choice import Choice, executor
@@ -110,9 +110,8 @@ def reproduce(
             )
         except subprocess.TimeoutExpired:
             return Reproduced(finding, why=f"no answer within {LIMIT:g} s")
-        if done.returncode not in ANSWERED:
-            words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            return Reproduced(finding, why=words[-1].removeprefix("kvconform: "))
+        if (why := unanswered(done)) is not None:
+            return Reproduced(finding, why=why)
         failed = _failed(Path(tmp))
     return Reproduced(finding, tuple(name for name in finding.requirements if name not in failed))
 
