@@ -15,7 +15,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.v1.request import RequestStatus
 
-from kvconform.refimpl.cache.chunks import open_store
+from kvconform.refimpl.cache.chunks import ChunkStore, open_store
 from kvconform.refimpl.cache.codecs import codec_named
 from kvconform.refimpl.copying import Copying
 from kvconform.refimpl.delay import Countdown
@@ -68,8 +68,10 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         self._may_save = self._kv_transfer_config.is_kv_producer
         self._may_load = self._kv_transfer_config.is_kv_consumer
         parallel = vllm_config.parallel_config
-        self._store = open_store(
-            self.options.store, parallel.rank, parallel.world_size, self.options.patience
+        self._use(
+            open_store(
+                self.options.store, parallel.rank, parallel.world_size, self.options.patience
+            )
         )
         self._codec = codec_named(self.options.codec)
         self._root = root_key(vllm_config, self.options.codec)
@@ -86,7 +88,6 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         self._dropped: set[str] = set()
         self._repaired: set[int] = set()
         self._was_reset = False
-        self._faults = Faults(self._store)
 
         # Worker half.
         self._layers: dict[str, torch.Tensor] = {}
@@ -102,6 +103,11 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         self._invalid: set[int] = set()
         # Blocks that hold garbage until the engine recomputes them.
         self._bad: set[int] = set()
+
+    def _use(self, store: ChunkStore) -> None:
+        """Keep chunks in this store, and let the suite make loads from it fail."""
+        self._store = store
+        self._faults = Faults(store)
 
     @classmethod
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:

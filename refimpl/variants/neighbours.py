@@ -15,7 +15,6 @@ from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.cache.peers import Neighbours, Served
 from kvconform.refimpl.cache.urls import open_backend
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.faults import Faults
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -39,8 +38,7 @@ class PeerToPeer(ReferenceConnector):
         self._name = f"engine {engine}"
         own = MemoryBackend(self._name)
         backend = self.backend_kind(own, engine, self._meeting, self.options.patience)
-        self._store = ChunkStore(backend, parallel.rank, parallel.world_size, self._meeting)
-        self._faults = Faults(self._store)
+        self._use(ChunkStore(backend, parallel.rank, parallel.world_size, self._meeting))
         is_scheduler = role == KVConnectorRole.SCHEDULER
         self._served = Served(own, engine, self._meeting) if is_scheduler else None
 

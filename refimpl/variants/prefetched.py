@@ -18,7 +18,6 @@ from kvconform.refimpl.cache.chunks import VALUES, ChunkStore
 from kvconform.refimpl.cache.prefetch import Prefetching
 from kvconform.refimpl.cache.urls import open_backend
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
-from kvconform.refimpl.faults import Faults
 from kvconform.refimpl.inspector import Inspector
 from kvconform.refimpl.options import Options
 
@@ -59,8 +58,7 @@ class Prefetched(ReferenceConnector):
         if self._place not in self.memories:
             self.memories[self._place] = self._new_memory()
         self._memory = self.memories[self._place]
-        self._store = ChunkStore(self._memory, parallel.rank, self._world)
-        self._faults = Faults(self._store)
+        self._use(ChunkStore(self._memory, parallel.rank, self._world))
 
     def _new_memory(self) -> Prefetching:
         return self.memory_kind(

@@ -22,7 +22,6 @@ from kvconform.refimpl.cache.holds import Holds
 from kvconform.refimpl.cache.tiers import Level, Tiers
 from kvconform.refimpl.cache.urls import open_backend
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
-from kvconform.refimpl.faults import Faults
 from kvconform.refimpl.inspector import Inspector
 from kvconform.refimpl.options import Options
 from kvconform.refimpl.plan import Load, ReferenceMetadata
@@ -105,8 +104,7 @@ class Tiered(ReferenceConnector):
         self._cache = Cache.of(self.options, self._world, self.tiers_kind, self.holds_kind)
         tiers = self._cache.tiers
         durable = tiers.levels[-1].backend
-        self._store = ChunkStore(tiers, parallel.rank, self._world, durable)
-        self._faults = Faults(self._store)
+        self._use(ChunkStore(tiers, parallel.rank, self._world, durable))
         # Scheduler half: the held chunks of requests that were looked up in this step.
         self._claimed: dict[str, list[str]] = {}
         # What the levels had counted when it was last reported.
