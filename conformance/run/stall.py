@@ -29,8 +29,8 @@ LEASE = 1200.0
 """Longest lease, in seconds of the virtual clock, that can run out before the end of a run."""
 LEAP = 30.0
 """Seconds by which a step sets the clock forward, when all that is left may wait for a lease."""
-HELD = 0.25
-"""Part of the stall time that is waited before that: the blocks may be held for a thread."""
+BEFORE = {"stall": 0.25, "waiting": 1.0}
+"""Part of the stall time that is waited before that, by its reason (StallDetector._reason)."""
 MORE = 5.0
 """How many times these are waited while the connector has something that may be at work."""
 PATIENCE = 60.0
@@ -99,17 +99,16 @@ class StallDetector:
             return False
         if target.half != "both":
             return True
-        part = self._before_leap()
-        if self.leapt < LEASE and part is not None:
+        reason = self._reason()
+        if self.leapt < LEASE and reason is not None:
             if not self.leapt:  # once the clock was set forward, each further step does it
-                if self._waits(part * target.stall_seconds):
+                if self._waits(BEFORE[reason] * target.stall_seconds):
                     time.sleep(0.002)
                     return False
                 self._spend()
             self.leapt += LEAP
             clock.advance(LEAP)
-            why = "stall" if part == HELD else "waiting"
-            self.trace.emit("clock.advanced", seconds=LEAP, why=why)
+            self.trace.emit("clock.advanced", seconds=LEAP, why=reason)
             return False
         if self._waits(target.stall_seconds):
             time.sleep(0.002)
@@ -132,18 +131,18 @@ class StallDetector:
                 self.alive = now
         return now - self.alive <= seconds
 
-    def _before_leap(self) -> float | None:
-        """Return the part of the stall time that is waited before the clock is set forward.
+    def _reason(self) -> str | None:
+        """Return why the clock may be set forward.
 
-        All of it while requests wait: for memory that is held, or for a load with a time limit.
-        None with tokens in flight: then no time is waited for. With asynchronous scheduling, a step
-        without tokens may be in flight.
+        `stall`: only held blocks are left. `waiting`: requests wait, for memory that is held or for
+        a load with a time limit. None with tokens in flight: then no time is waited for. With
+        asynchronous scheduling, a step without tokens may be in flight.
         """
         engines = self.driver.all_engines
         if any(f.output.total_num_scheduled_tokens for engine in engines for f in engine.queue):
             return None
         waiting = any(engine.scheduler.has_unfinished_requests() for engine in engines)
-        return 1.0 if waiting else HELD
+        return "waiting" if waiting else "stall"
 
     def give_up(self, requests: Iterable[tuple[str, str]]) -> NoReturn:
         """Emit engine.stall and raise Stalled; `requests` are (id, status) of those that wait."""
