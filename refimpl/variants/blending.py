@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvconform.refimpl.tracking import Tracked
 
 CONTEXT = "context"
-"""Name under which a chunk's context is stored, beside its layers."""
+"""Name under which a chunk's context is stored, next to its layers."""
 SHARE = 0.15
 
 
