@@ -147,7 +147,8 @@ def test_a_refusal_in_a_sentence_is_no_failure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["process", "interpreter"])
 def test_a_refusal_before_a_restart_is_no_failure(kind: str, tmp_path: Path) -> None:
-    restarts = make_case([*STORED, {"restart": kind}, {"add": ASK}, RUN], config={"groups": ["latent"]})
+    steps: Steps = [*STORED, {"restart": kind}, {"add": ASK}, RUN]
+    restarts = make_case(steps, config={"groups": ["latent"]})
     report = judged(RefusesLatentLayers, restarts, tmp_path, layerwise=True)
     assert report.harness_error is None
     refused = "the connector refuses groups ['latent']: layer-wise transfers are not supported"
