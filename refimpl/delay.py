@@ -37,8 +37,8 @@ class Countdown(Generic[T]):
         """Remove the items for which `unwanted` is true."""
         self._waiting = [(at, item) for at, item in self._waiting if not unwanted(item)]
 
-    def take(self) -> list[T]:
-        """Remove and return all items, due or not."""
-        taken = [item for _, item in self._waiting]
-        self._waiting = []
+    def take(self, wanted: Callable[[T], bool] = lambda item: True) -> list[T]:
+        """Remove and return the items for which `wanted` is true, due or not; default: all."""
+        taken = [item for _, item in self._waiting if wanted(item)]
+        self.drop(wanted)
         return taken

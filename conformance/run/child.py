@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
     from kvconform.config.target import Target
     from kvconform.contract.case import Case, Variant
     from kvconform.run.calibration import promises_of
-    from kvconform.run.isolation import FirstPart
+    from kvconform.run.isolation import FirstPart, FirstPartEnded
     from kvconform.run.runner import run_variant
 
     gc.enable()
@@ -63,7 +63,8 @@ def main(folder: Path) -> None:
         answer = json.dumps(run.to_dict()).encode()
     else:
         step = max(event["step"] for event in run.trace)
-        answer = pickle.dumps((run.trace, step, run.harness_error, part))
+        ended = FirstPartEnded(run.harness_error, run.lacks)
+        answer = pickle.dumps((run.trace, step, ended, part))
     replace(folder / "answer", answer)
     os._exit(0)
 

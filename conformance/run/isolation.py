@@ -87,15 +87,20 @@ class FirstPart:
 class FirstPartEnded(Exception):
     """The run ended in the first process, and its trace is complete.
 
-    `harness_error` is set if the harness was at fault.
+    `harness_error` is set if the harness was at fault, `lacks` if the run cannot be judged: what it
+    lacked.
     """
 
-    def __init__(self, harness_error: str | None) -> None:
+    def __init__(self, harness_error: str | None, lacks: str | None) -> None:
         super().__init__("the run ended before the restart")
         self.harness_error = harness_error
+        self.lacks = lacks
+
+    def __reduce__(self) -> tuple[type[FirstPartEnded], tuple[str | None, str | None]]:
+        return type(self), (self.harness_error, self.lacks)
 
 
-Conclude = Callable[["Driver | None", BaseException], "str | None"]
+Conclude = Callable[["Driver | None", BaseException], FirstPartEnded]
 
 
 def run_first_part(
@@ -104,8 +109,8 @@ def run_first_part(
     """Run `steps` in a forked process, and take over its trace, contents and requests.
 
     The memory of the connector is lost with that process. If the run ends there,
-    `conclude(driver, error)` completes its trace and returns the error of the harness or None; then
-    FirstPartEnded is raised. ElsewhereError if the process dies.
+    `conclude(driver, error)` completes its trace and returns the FirstPartEnded that is raised.
+    ElsewhereError if the process dies.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -123,8 +128,8 @@ def run_first_part(
                 state = driver.state
                 answer = pickle.dumps((trace.events, trace.step, state.progress, driver.registry))
             except (Exception, HookTimeout, SystemExit) as error:
-                fault = conclude(driver, error)
-                answer = pickle.dumps((trace.events, trace.step, FirstPartEnded(fault), None))
+                ended = conclude(driver, error)
+                answer = pickle.dumps((trace.events, trace.step, ended, None))
         except BaseException as error:
             answer = pickle.dumps(f"{type(error).__name__}: {error}")
         theirs.send_bytes(answer)
@@ -174,9 +179,9 @@ def run_first_part_afresh(
     left = _answer(
         job, "before the restart, in the first interpreter,", {}, without=("PYTHONHASHSEED",)
     )
-    trace.events[:], trace.step, harness_error, part = pickle.loads(left)
+    trace.events[:], trace.step, ended, part = pickle.loads(left)
     if part.left is None:
-        raise FirstPartEnded(harness_error)
+        raise ended
     trace.emit("engine.lifecycle", **lifecycle("restart", pid=1))
     return part.left  # type: ignore[no-any-return]
 

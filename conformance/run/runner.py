@@ -214,16 +214,8 @@ def _drive(
     except KvconformError:
         raise
     except FirstPartEnded as ended:
-        run.harness_error = ended.harness_error
+        run.harness_error, run.lacks = ended.harness_error, ended.lacks
     except (Exception, HookTimeout, SystemExit) as error:
-        if (stood_in := stand_in.used(error)) is not None:
-            run.lacks = str(stood_in)
-        elif driver is None and (asked := settings_of(case)):
-            sentence = refusal(error)
-            if is_connectors(error) and _starts_with_an_error(trace):
-                trace.emit("start.refused", asked=asked, sentence=sentence)
-            if sentence:
-                run.lacks = f"the connector refuses {asked}: {sentence}"
         # An error of the connector or the engine is a finding; `_culprit` separates ours from them.
         _conclude(run, trace, driver, error)
     finally:
@@ -309,8 +301,21 @@ def _scrub(trace: Trace, tmp: str) -> None:
                 trace.amend(event, **{name: text.replace(tmp, "{tmp}")})
 
 
-def _conclude(run: Run, trace: Trace, driver: Driver | None, error: BaseException) -> str | None:
-    """Complete the trace of a run that stalled or crashed; return the harness's error or None."""
+def _conclude(
+    run: Run, trace: Trace, driver: Driver | None, error: BaseException
+) -> FirstPartEnded:
+    """Complete the trace of a run that stalled or crashed, and say in the run what was at fault.
+
+    Returns the same for a run that ended before its restart.
+    """
+    if (stood_in := stand_in.used(error)) is not None:
+        run.lacks = str(stood_in)
+    elif driver is None and (asked := settings_of(run.variant.case)):
+        sentence = refusal(error)
+        if is_connectors(error) and _starts_with_an_error(trace):
+            trace.emit("start.refused", asked=asked, sentence=sentence)
+        if sentence:
+            run.lacks = f"the connector refuses {asked}: {sentence}"
     try:
         if not isinstance(error, Stalled):
             _crashed(run, trace, driver, error)
@@ -319,7 +324,7 @@ def _conclude(run: Run, trace: Trace, driver: Driver | None, error: BaseExceptio
     except (Exception, HookTimeout, SystemExit) as late:
         # Closing a stalled run shuts the connector down, which may raise, too.
         _crashed(run, trace, driver, late)
-    return run.harness_error
+    return FirstPartEnded(run.harness_error, run.lacks)
 
 
 def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException) -> None:

@@ -100,12 +100,11 @@ class Fenced(ReferenceConnector):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         super().handle_preemptions(kv_connector_metadata)
         assert isinstance(kv_connector_metadata, FencedMetadata)
-        rest: list[tuple[int, Save]] = []
-        finished = [(kv_connector_metadata.epoch, save) for save in kv_connector_metadata.finished]
-        for epoch, save in (*self._save_queue.take(), *finished):
-            if kv_connector_metadata.handed_out.isdisjoint(save.table):
-                rest.append((epoch, save))
-            else:
-                self._save(epoch, save, self._layers)
-        for item in rest:
-            self._save_queue.add(item, self.options.save_delay)
+        metadata = kv_connector_metadata
+        for save in metadata.finished:
+            self._save_queue.add((metadata.epoch, save), self.options.save_delay)
+        due = self._save_queue.take(
+            lambda queued: not metadata.handed_out.isdisjoint(queued[1].table)
+        )
+        for epoch, save in due:
+            self._save(epoch, save, self._layers)

@@ -73,12 +73,12 @@ class Plain(KVConnectorBase_V1):
                 table.extend(blocks[0])
             external = self._to_load.pop(req, 0)
             pairs = list(zip(request.block_hashes, table, strict=False))
-            if external:
-                start = computed - external
-                meta.loads += pairs[start // self._size : computed // self._size]
+            start, end = (computed - external) // self._size, computed // self._size
+            # Block 0 stands for what a window has left behind, and belongs to no request.
+            meta.loads += [(block, at) for block, at in pairs[start:end] if at != 0]
             end = min(computed + scheduler_output.num_scheduled_tokens[req], request.num_tokens)
             for block, at in pairs[: end // self._size]:
-                if (block, "") not in self._index:
+                if at != 0 and (block, "") not in self._index:
                     meta.saves.append((block, at))
         return meta
 

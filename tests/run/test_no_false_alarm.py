@@ -20,6 +20,7 @@ from kvconform.contract.loader import load_spec
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.defects.losses import StoresEveryStep
+from kvconform.refimpl.variants.habits import RefusesLatentLayers
 from kvconform.refimpl.variants.saving import WholeChunks
 from kvconform.run.calibration import takes_every_stage
 from kvconform.run.case import run_and_judge
@@ -142,6 +143,18 @@ def test_a_refusal_in_a_sentence_is_no_failure(tmp_path: Path) -> None:
     assert message is not None
     assert message.startswith("the connector refuses layout ")
     assert message.endswith(": only contiguous KV caches are supported")
+
+
+@pytest.mark.parametrize("kind", ["process", "interpreter"])
+def test_a_refusal_before_a_restart_is_no_failure(kind: str, tmp_path: Path) -> None:
+    steps: Steps = [*STORED, {"restart": kind}, {"add": ASK}, RUN]
+    restarts = make_case(steps, config={"groups": ["latent"]})
+    report = judged(RefusesLatentLayers, restarts, tmp_path, layerwise=True)
+    assert report.harness_error is None
+    refused = "the connector refuses groups ['latent']: layer-wise transfers are not supported"
+    assert {(row.verdict, row.message) for row in report.rows} == {
+        (Verdict.UNSUPPORTED, f"{refused} with MLA")
+    }
 
 
 def test_an_error_at_the_start_that_nobody_raised_on_purpose_is_a_failure(tmp_path: Path) -> None:
