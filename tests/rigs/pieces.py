@@ -27,7 +27,7 @@ class Unpicklable(Exception):
 
 
 def do(piece: Piece) -> object:
-    """Do a piece of work; `twice` returns the double of the number, `node` the process of Ray's node."""
+    """Do a piece of work; `twice` returns the double of the number, `node` a process of Ray."""
     what, number = piece
     deeds: dict[str, Callable[[], object]] = {
         "twice": lambda: 2 * number,
