@@ -2,7 +2,7 @@
 """Nox sessions that install vLLM and a connector, and run kvconform or its own tests and checks.
 
 All sessions except `lint`, `kernels`, `browser` and `docs` share one environment per vLLM package,
-`.nox/<package>-<version>-<python>` (3.5 GB without a GPU). A stamp inside it lists what was
+`.nox/<package>-<version>-<python>` (3.8 GB without a GPU). A stamp inside it lists what was
 installed, so a later run installs nothing (docs/decisions/0009-one-environment.md). To start
 afresh, delete `.nox`. `build` has two environments more, without vLLM. The sessions with the shared
 environment take these options after `--`:
