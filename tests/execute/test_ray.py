@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of workers on a Ray cluster: two nodes on this machine, one of which is killed.
 
-They are skipped where the package ray is missing, such as in an environment of `nox -s gpu`.
+They are skipped where the package ray is missing.
 """
 
 from __future__ import annotations
