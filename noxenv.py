@@ -111,14 +111,17 @@ class Environment:
             [str(self.python), "-I", "-c", code], stdout=subprocess.PIPE, text=True, check=True
         ).stdout.strip()
 
-    def pip(self, *args: str, about: str = "") -> str | None:
+    def pip(
+        self, *args: str, about: str = "", variables: dict[str, str] | None = None
+    ) -> str | None:
         """Run pip quietly; return None, or the end of its output if it failed.
 
-        `about` is the size of what it installs, for people. The complete output is in `pip.log`.
+        `about` is the size of what it installs, for people; `variables` are added to pip's
+        environment. The complete output is in `pip.log`.
         """
         self.session.log("pip " + " ".join(shlex.quote(arg) for arg in args))
         command = [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input"]
-        return self.install_with([*command, *args], about)
+        return self.install_with([*command, *args], about, variables)
 
     def install(self, requirement: str, about: str) -> str | None:
         """Install something large: with uv where that does what pip would do, else with pip.
@@ -150,9 +153,9 @@ class Environment:
             env=variables,
         )
 
-    def must_pip(self, *args: str) -> None:
+    def must_pip(self, *args: str, variables: dict[str, str] | None = None) -> None:
         """Run pip; if it fails, end the session and show its output."""
-        output = self.pip(*args)
+        output = self.pip(*args, variables=variables)
         if output is not None:
             self.session.error(f"pip failed:\n{output}")
 
@@ -382,14 +385,23 @@ def install_connector(
         "".join(f"{name}=={found[name]}\n" for name in ("torch", "vllm") if name in found),
         encoding="utf-8",
     )
-    env.must_pip(
-        "install",
-        "--constraint",
-        str(held),
-        *(word for item in requirements for word in shlex.split(item)),
-    )
+    words = [word for item in requirements for word in shlex.split(item)]
+    with tempfile.TemporaryDirectory() as folder:
+        built = built_in(Path(folder))
+        env.must_pip("install", "--constraint", str(held), *words, variables=built)
     env.mark("connector", requirements)
     return env
+
+
+def built_in(folder: Path) -> dict[str, str]:
+    """Return the variables with which setuptools builds in `folder`, not beside the sources."""
+    (folder / "eggs").mkdir()
+    settings = folder / "setuptools.cfg"
+    settings.write_text(
+        f"[build]\nbuild_base = {folder / 'build'}\n[egg_info]\negg_base = {folder / 'eggs'}\n",
+        encoding="utf-8",
+    )
+    return {"DIST_EXTRA_CONFIG": str(settings)}
 
 
 def placed(requirement: str, here: Path) -> str:

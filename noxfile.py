@@ -2,7 +2,7 @@
 """Nox sessions that install vLLM and a connector, and run kvconform or its own tests and checks.
 
 All sessions except `lint`, `kernels`, `browser` and `docs` share one environment per vLLM package,
-`.nox/<package>-<version>-<python>` (3.5 GB without a GPU). A stamp inside it lists what was
+`.nox/<package>-<version>-<python>` (3.8 GB without a GPU). A stamp inside it lists what was
 installed, so a later run installs nothing (docs/decisions/0009-one-environment.md). To start
 afresh, delete `.nox`. `build` has two environments more, without vLLM. The sessions with the shared
 environment take these options after `--`:
@@ -74,7 +74,7 @@ def options(session: nox.Session) -> tuple[argparse.Namespace, list[str]]:
     return mine, rest
 
 
-def shared(session: nox.Session, wanted: str | None, *extras: str) -> tuple[Any, str]:
+def shared(session: nox.Session, wanted: str | None) -> tuple[Any, str]:
     """Return the shared environment, and the requirement of the vLLM that the session uses.
 
     The environment has the default vLLM; on a GPU it has `wanted`.
@@ -84,7 +84,7 @@ def shared(session: nox.Session, wanted: str | None, *extras: str) -> tuple[Any,
     chosen = wanted or default
     env = noxenv.Environment(session, noxenv.slug(chosen if gpu else default), [sys.version])
     noxenv.install_vllm(env, chosen, gpu)
-    env.install_project("test", *extras)
+    env.install_project("test", "ray")
     if not gpu:
         # A release wheel of vLLM would otherwise look for CUDA and find no platform.
         noxenv.ENV["VLLM_TARGET_DEVICE"] = "cpu"

@@ -136,8 +136,24 @@ def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None
             f"{connector!r} does not name a connector: "
             f"write package.module:Class, or a name that vLLM knows{hint}"
         )
-    package = connector.partition(":")[0].partition(".")[0]
-    if ":" not in connector or importlib.util.find_spec(package) is not None:
+    if ":" in connector:
+        _check_package(connector, pythonpath)
+
+
+def check_router(router: str | None, pythonpath: Sequence[str] = ()) -> None:
+    """Raise UsageError if the package, module or class of the setting `router` does not exist.
+
+    Imports nothing, as `check_connector_exists`.
+    """
+    if router is not None:
+        _check_package(router, pythonpath)
+        _check_class(router, pythonpath)
+
+
+def _check_package(symbol: str, pythonpath: Sequence[str]) -> None:
+    """Raise UsageError if the top-level package of `package.module:Class` is missing."""
+    package = symbol.partition(":")[0].partition(".")[0]
+    if importlib.util.find_spec(package) is not None:
         return
     if importlib.machinery.PathFinder.find_spec(package, list(pythonpath)) is not None:
         return
@@ -231,9 +247,12 @@ def _check_registered(name: str, pythonpath: Sequence[str] = ()) -> None:
         )
 
 
-def _check_class(connector: str, pythonpath: Sequence[str]) -> None:
-    """Raise UsageError if a connector's module or class does not exist, as far as sources say."""
-    module, _, name = connector.partition(":")
+def _check_class(symbol: str, pythonpath: Sequence[str]) -> None:
+    """Raise UsageError if a module or its class does not exist, as far as sources say.
+
+    `symbol` is `package.module:Class`, of a connector or a router. Imports nothing.
+    """
+    module, _, name = symbol.partition(":")
     path: list[str] | None = None
     parts = module.split(".")
     found = None
@@ -244,7 +263,7 @@ def _check_class(connector: str, pythonpath: Sequence[str]) -> None:
         if found is None and depth == 1:
             return  # found by an import hook, which cannot be asked about what is below
         if found is None:
-            raise UsageError(f"there is no module {full!r}, which {connector!r} needs")
+            raise UsageError(f"there is no module {full!r}, which {symbol!r} needs")
         path = list(found.submodule_search_locations or ())
     if found is None or not (found.origin or "").endswith(".py"):
         return

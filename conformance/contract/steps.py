@@ -277,10 +277,10 @@ class Empty(Model):
 
 
 class Run(Model):
-    """Iterate until the engine is idle, at most `max` times (None: the driver's limit).
+    """Iterate until the engine is idle, or `max` steps have computed, loaded or released something.
 
-    With several engines all run. `until` ends the step when that request has finished, even if its
-    engine still holds its blocks.
+    `max`: None is the driver's limit. With several engines all run. `until` ends the step when that
+    request has finished, even if its engine still holds its blocks.
     """
 
     max: PositiveInt | None = None

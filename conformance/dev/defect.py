@@ -277,7 +277,9 @@ def summary(matrix: KillMatrix) -> list[str]:
         lines.append(f"{outcome.defect}: {outcome.problem}")
         lines += [f"  {line}" for line in details(outcome)]
     total = len(matrix.defects)
-    lines.append(f"{total - len(matrix.bad)} of {total} defects are caught as listed")
+    verdict = f"{total - len(matrix.bad)} of {total} defects are caught as listed"
+    otherwise = sum(bool(outcome.failed) for outcome in matrix.bad)
+    lines.append(f"{verdict}; {otherwise} otherwise" if otherwise else verdict)
     if matrix.complete:
         for kind in ("requirement", "guarantee"):
             rows = [row for row in matrix.requirements if row.must and row.kind == kind]

@@ -333,7 +333,7 @@ def difference(
         runs = f"in all {total} runs" if total > 1 else "in the one run"
         parts.append(f"{name} was {' or '.join(found)} {runs} of {', '.join(defect.cases)}")
     if extra:
-        parts.append(f"also fails {', '.join(extra)}")
+        parts.append(f"also caught by {', '.join(extra)}, which its entry does not list")
     return "; ".join(parts)
 
 

@@ -318,7 +318,7 @@ def shape_key(value: Any) -> Any:
 def check_values(target: torch.Tensor, indices: Any, values: torch.Tensor) -> None:
     """Raise RuntimeError if the values do not fit the indexed part, as torch does at the call.
 
-    Masks are not checked here: they have to be read.
+    They may have the wrong shape or data type. Masks are not checked here: they have to be read.
     """
     if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
         return
@@ -333,6 +333,12 @@ def check_values(target: torch.Tensor, indices: Any, values: torch.Tensor) -> No
             f"shape mismatch: value tensor of shape {list(values.shape)} "
             f"cannot be broadcast to indexing result of shape {list(wanted)}"
         )
+    if values.dtype != target.dtype:
+        one = torch.zeros(1, dtype=torch.long, device="cpu")
+        small, smallest = (
+            torch.empty(1, dtype=each.dtype, device="cpu") for each in (target, values)
+        )
+        torch.ops.aten.index_put(small, [one], smallest)  # raises, in torch's words
 
 
 def leaves(value: Any) -> list[Any]:

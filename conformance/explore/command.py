@@ -15,7 +15,12 @@ from pathlib import Path
 from rich.console import Console
 
 from kvconform.compat.installed import check_vllm
-from kvconform.config.catalogue import check_connector_exists, check_connector_name, lacking
+from kvconform.config.catalogue import (
+    check_connector_exists,
+    check_connector_name,
+    check_router,
+    lacking,
+)
 from kvconform.config.folders import check_writable
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem, UsageError
@@ -115,6 +120,7 @@ def run(
     warnings += lacking(settings.catalogue)
     check_connector_name(settings.connector, settings.pythonpath)
     check_connector_exists(settings.connector, settings.pythonpath)
+    check_router(settings.router, settings.pythonpath)
     for warning in warnings:
         console.print(f"warning: {warning}")
     seed = settings.seed + (int(time.time()) // 86_400 if chosen.daily else 0)

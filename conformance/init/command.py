@@ -15,7 +15,7 @@ import typer
 from kvconform.compat.installed import check_vllm
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.init import write
-from kvconform.init.find import Found, find, named
+from kvconform.init.find import Found, find, hands_over, named
 from kvconform.init.origin import Origin, origin
 from kvconform.report.causes import THROUGH
 
@@ -88,6 +88,11 @@ def _files(repository: Path, connector: str | None, here: Origin) -> dict[str, s
         found = find(repository) if connector is None else named(repository, connector)
     if found is not None:
         typer.echo(f"found   {found.connector}, {found.file.relative_to(repository)}:{found.line}")
+        if hands_over(found):
+            typer.echo(
+                "        (it seems to hand KV from a producer to a consumer: declare capability"
+                " transfer, and judge that with --profile transfer)"
+            )
     name = known or connector or (found.connector if found else "")
     if place and not known:  # later runs would judge the default, the reference connector
         raise UsageError(

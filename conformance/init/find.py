@@ -47,6 +47,8 @@ STAND_INS = {
 }
 """Words that mark a class name; such a class counts only if there are no others."""
 
+TRANSFER_PARAMETERS = ("do_remote_decode", "do_remote_prefill")
+"""Entries of kv_transfer_params by which vLLM's connectors hand over KV."""
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 MOST_FILES = 20_000
 
@@ -201,6 +203,15 @@ def options(found: Found) -> dict[str, object]:
                     if _is_extra(where) or ast.unparse(where) in dicts:
                         names.setdefault(name, None)
     return names
+
+
+def hands_over(found: Found) -> bool:
+    """Return whether a module in the connector's folder names a request's transfer parameters."""
+    return any(
+        isinstance(node, ast.Constant) and node.value in TRANSFER_PARAMETERS
+        for file in found.file.parent.glob("*.py")
+        for node in ast.walk(_tree(file))
+    )
 
 
 def _classes(file: Path) -> Iterator[_Class]:

@@ -19,7 +19,7 @@ import jinja2
 from kvconform import fixtures
 from kvconform.config.folders import check_writable, obstacle
 from kvconform.errors import UsageError
-from kvconform.init.find import Found, options
+from kvconform.init.find import Found, hands_over, options
 from kvconform.init.origin import Origin
 
 PLACES = re.compile(r"(?i)(^|[_.-])(path|dir|directory|folder|root|storage|file|location)s?$")
@@ -64,6 +64,7 @@ def settings(repository: Path, connector: str, found: Found | None) -> str:
         pythonpath=root,
         options=rows,
         declares=found is not None and found.declares,
+        hands_over=found is not None and hands_over(found),
     )
 
 

@@ -218,6 +218,15 @@ def new_row(
     )
 
 
+def unreached(row: Row, variant: VariantLike, requirement: Requirement) -> bool:
+    """Return whether a run that missed its situation left out a requirement that it is about.
+
+    Not on engine live: there, what a run missed is about the run as a whole.
+    """
+    left_out = row.verdict is Verdict.NOT_EXERCISED and row.engine != "live"
+    return left_out and variant.case.is_about(requirement)
+
+
 def rows_for(
     requirements: Iterable[Requirement],
     variant: VariantLike,

@@ -14,7 +14,7 @@ from kvconform.contract.loader import Spec
 from kvconform.judge import aggregate as claims
 from kvconform.judge.aggregate import Aggregate, aggregate, apply_expected, apply_waivers
 from kvconform.judge.records import CaseReport, Row, Verdict
-from kvconform.judge.verdict import rows_for
+from kvconform.judge.verdict import rows_for, unreached
 
 LOADED = "load.complete-or-failed"
 """Requirement that is exercised whenever the engine relies on loaded KV."""
@@ -147,18 +147,11 @@ class Collector:
         return rows, found
 
     def _unreached(self, rows: Sequence[Row]) -> dict[str, list[str]]:
-        """Return per requirement the runs about it that did not reach their situation.
-
-        Runs in which it was exercised all the same are left out, and so are those of engine live,
-        whose `unmet` is about the run as a whole.
-        """
+        """Return per requirement the runs about it that did not reach their situation."""
         found: dict[str, list[str]] = {}
         for row in rows:
-            if row.verdict is not Verdict.NOT_EXERCISED or row.engine == "live":
-                continue
-            if not self.reports[row.run].unmet:
-                continue
-            if self.variants[row.run].case.is_about(self.spec.requirements[row.requirement]):
+            requirement = self.spec.requirements[row.requirement]
+            if self.reports[row.run].unmet and unreached(row, self.variants[row.run], requirement):
                 found.setdefault(row.requirement, []).append(row.run)
         return found
 

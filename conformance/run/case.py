@@ -21,7 +21,7 @@ from kvconform.judge.evaluate import at_stake
 from kvconform.judge.narrate import excerpts, narrate
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.judge.relation import relate_runs
-from kvconform.judge.verdict import RunLike, judge, rows_for
+from kvconform.judge.verdict import RunLike, judge, rows_for, unreached
 from kvconform.run.calibration import in_its_role
 from kvconform.run.records import Run
 from kvconform.run.runs import PlainRuns, Runs, make_runs
@@ -146,11 +146,8 @@ def say_unreached(
     requirements: Mapping[str, Requirement],
 ) -> None:
     """Say why requirements were not exercised that the case is about. Changes the rows."""
-    if not unmet or variant.engine == "live":
-        return
     for row in rows:
-        req = requirements[row.requirement]
-        if row.verdict is Verdict.NOT_EXERCISED and variant.case.is_about(req):
+        if unmet and unreached(row, variant, requirements[row.requirement]):
             row.message = f"the case did not reach its situation: {unmet[0]}"
 
 

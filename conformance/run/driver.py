@@ -358,9 +358,9 @@ class Driver:
         return [self.engine]
 
     def run_dry(self, limit: int | None = None, until: str | None = None) -> None:
-        """Iterate until nothing is left to do or request `until` has finished.
+        """Iterate until nothing is left to do, request `until` has finished, or `limit` is reached.
 
-        At most `limit` times. Raises Stalled as `_iterate_until` does.
+        `limit` and Stalled are as for `_iterate_until`.
         """
 
         def over() -> bool:
@@ -378,9 +378,11 @@ class Driver:
         return True
 
     def _iterate_until(self, over: Callable[[], bool], limit: int | None = None) -> None:
-        """Iterate until `over()`, at most `limit` times.
+        """Iterate until `over()`, or until `limit` steps have made progress.
 
-        Raises Stalled without progress, and if there is no end and no `limit` in spite of progress.
+        The stall time limits steps without progress: how many of them there are depends on the
+        machine's speed. Raises Stalled then, and if there is no end and no `limit` in spite of
+        progress.
         """
         idle = StallDetector(self)
         requests = sum(len(engine.scheduler.requests) for engine in self.all_engines)
@@ -392,10 +394,6 @@ class Driver:
                 idle.over()
                 left -= 1
                 continue
-            # Without `limit`, the stall time limits the steps without progress: how many of them
-            # there are depends on the machine's speed.
-            if limit is not None:
-                left -= 1
             if idle.stalled():
                 self._stall(idle)
         if not left and limit is None:

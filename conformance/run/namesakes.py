@@ -13,6 +13,8 @@ from kvconform.run.records import RunState, common_prefix
 WHOLE = ("salt", "embeds", "mm")
 """Fields of a request that tell it apart from others with the same tokens, but for the adapter."""
 NAMES = {"salt": "cache salt", "embeds": "prompt embedding", "mm": "multi-modal item"}
+ELSEWHERE = "place of its multi-modal items"
+REORDERED = "order of its multi-modal items"
 RESTARTED = "model or layout since a restart"
 """Words for two requests that are alike: the model, data type or split of the ranks differs."""
 
@@ -21,7 +23,8 @@ class Namesakes:
     """Emits lookup.namesake behind a lookup that claims KV of another request of these tokens.
 
     That is more than was ever computed for the request's own salt, adapter, items and model, and
-    not more than was computed for any.
+    not more than was computed for any. Of several such requests, it names the one that differs
+    least.
     """
 
     def __init__(self, state: RunState) -> None:
@@ -39,7 +42,7 @@ class Namesakes:
         found = max(self._others(request, name), default=None)
         if found is None or found[0] <= event["ever_computed"]:
             return
-        other = state.adds[found[2]]
+        other = state.adds[found[-1]]
         state.trace.emit(
             "lookup.namesake",
             req=request.request_id,
@@ -48,12 +51,22 @@ class Namesakes:
             differs=list(differences(other, state.adds[name])),
         )
 
-    def _others(self, request: Any, name: str) -> Iterator[tuple[int, int, str]]:
-        """Yield (common tokens, rank, name) of the other requests; the first has the best rank."""
+    def _others(self, request: Any, name: str) -> Iterator[tuple[int, int, int, str]]:
+        """Yield (common tokens, closeness, rank, name) of the other requests.
+
+        The first of equally close ones has the best rank.
+        """
         wanted = request.all_token_ids
+        own = self.state.adds[name]
         for number, (other, known) in enumerate(self.state.requests.items()):
             if other != name:
-                yield common_prefix(wanted, known.all_token_ids), -number, other
+                common = common_prefix(wanted, known.all_token_ids)
+                yield common, -_distance(self.state.adds[other], own), -number, other
+
+
+def _distance(one: Add, other: Add) -> int:
+    """Return how much two requests differ; the place of the same items counts half."""
+    return sum(1 if each in (ELSEWHERE, REORDERED) else 2 for each in differences(one, other))
 
 
 def differences(one: Add, other: Add) -> Iterator[str]:
@@ -72,9 +85,17 @@ def differences(one: Add, other: Add) -> Iterator[str]:
         if getattr(one, field) != getattr(other, field):
             found = True
             words = f" ({_words(one.salt, other.salt)})" if field == "salt" else ""
-            yield f"{NAMES[field]}{words}"
+            yield _items(one, other) if field == "mm" else f"{NAMES[field]}{words}"
     if not found:
         yield RESTARTED
+
+
+def _items(one: Add, other: Add) -> str:
+    """Return how the multi-modal items of two requests differ, which are not all the same."""
+    ids, others = ([item.id for item in each.mm] for each in (one, other))
+    if ids == others:
+        return ELSEWHERE
+    return REORDERED if sorted(ids) == sorted(others) else NAMES["mm"]
 
 
 def _words(one: object, other: object) -> str:

@@ -21,7 +21,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvconform.compat.installed import check_vllm
-from kvconform.config.catalogue import check_connector_exists, check_connector_name, lacking
+from kvconform.config.catalogue import (
+    check_connector_exists,
+    check_connector_name,
+    check_router,
+    lacking,
+)
 from kvconform.config.folders import why_not
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings
@@ -88,6 +93,7 @@ class Controller:
         check_connector_name(settings.connector, settings.pythonpath)
         if RUNNER not in os.environ:
             check_connector_exists(settings.connector, settings.pythonpath)
+        check_router(settings.router, settings.pythonpath)
         self.spec = spec_for(settings)
         selection = select(self.spec, settings, self.vllm)
         self.collector = Collector(self.spec, settings, selection, self.vllm)

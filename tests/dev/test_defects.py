@@ -297,7 +297,9 @@ def test_an_outcome_that_is_not_as_listed_is_a_problem() -> None:
     defect = DEFECTS["no-salt-in-key"]
     assert difference(defect, set(defect.fails)) == ""
     assert difference(defect, set()) == "not caught by identity.content, lookup.identity"
-    assert difference(defect, {*defect.fails, "hook.no-raise"}) == "also fails hook.no-raise"
+    assert difference(defect, {*defect.fails, "hook.no-raise"}) == (
+        "also caught by hook.no-raise, which its entry does not list"
+    )
 
 
 @pytest.mark.parametrize(
@@ -418,7 +420,7 @@ def test_the_matrix_says_what_nothing_kills() -> None:
         Outcome(
             defect="d",
             failed={"hook.no-raise": ["v"], "lookup.identity": ["v"]},
-            problem="also fails lookup.identity",
+            problem="also caught by lookup.identity, which its entry does not list",
         )
     ]
     matrix = build(
@@ -428,7 +430,7 @@ def test_the_matrix_says_what_nothing_kills() -> None:
     assert matrix.unkilled == ["lookup.identity", "engine.meta-once"]
     assert matrix.bugs == {"B001": ["d"]}
     text = "\n".join(summary(matrix))
-    assert "0 of 1 defects" in text
+    assert "0 of 1 defects are caught as listed; 1 otherwise\n" in text
     assert "MUST requirements killed: 1 of 2" in text
     assert "MUST guarantees killed: 0 of 1" in text
     assert build(outcomes, {"d": Defect(**PLAIN)}, requirements, complete=False).unkilled == []

@@ -447,6 +447,8 @@ def test_values_that_do_not_fit_are_refused_when_the_call_is_made():
         index = torch.tensor([0, 2], device="cuda")
         with pytest.raises(RuntimeError, match="cannot be broadcast to indexing result"):
             kv[index, 1] = torch.ones(3, 2, device="cuda")
+        with pytest.raises(RuntimeError, match="dtypes match, got Float .* and Double"):
+            kv[index, 1] = torch.ones(2, device="cuda", dtype=torch.float64)
         kv[index, 1] = torch.ones(2, device="cuda")
         kv[kv[:, 0, 0] > 1] = 0.0  # a mask has to be read first
         cuda.drain()

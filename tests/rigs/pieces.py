@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import psutil
+
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.execute.work import Place
 
@@ -25,7 +27,7 @@ class Unpicklable(Exception):
 
 
 def do(piece: Piece) -> object:
-    """Do a piece of work; `twice` returns the double of the number."""
+    """Do a piece of work; `twice` returns the double of the number, `node` a process of Ray."""
     what, number = piece
     deeds: dict[str, Callable[[], object]] = {
         "twice": lambda: 2 * number,
@@ -33,6 +35,7 @@ def do(piece: Piece) -> object:
         "exit": lambda: os._exit(int(number)),
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "process": os.getpid,
+        "node": lambda: time.sleep(number) or psutil.Process(os.getppid()).ppid(),
         "end-actor": lambda: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60),
         "lambda": lambda: lambda: number,
     }

@@ -14,7 +14,7 @@ from kvconform.contract.steps import Add
 from kvconform.judge.records import Row
 from kvconform.report.timeline import render
 from kvconform.run.case import run_and_judge
-from kvconform.run.namesakes import RESTARTED, differences
+from kvconform.run.namesakes import ELSEWHERE, REORDERED, RESTARTED, differences
 
 pytest.importorskip("vllm")
 from core_rig import REFERENCE, ROUND_TRIP, run_case, select
@@ -40,6 +40,14 @@ def test_a_claim_under_another_identity_says_how_the_two_differ(tmp_path: Path) 
     assert ["plan", "save"] in kinds and ["namesake", "a"] in kinds
 
 
+def test_an_image_at_another_place_is_no_other_image(tmp_path: Path) -> None:
+    """Request z has another image over the same tokens, and came first."""
+    row, _ = found("identity.image-offset", "identity:ImagesAnywhere", "lookup.identity", tmp_path)
+    assert "request a begins with the same 18 tokens and has another place of its" in str(
+        row.message
+    )
+
+
 def test_a_claim_of_what_must_not_be_stored_shows_its_save(tmp_path: Path) -> None:
     row, lines = found(
         "lifecycle.skip-save", "forbidden:ForgetsTheVeto", "save.forbidden", tmp_path
@@ -56,6 +64,10 @@ def test_no_namesake_is_looked_for_where_a_claim_is_right(tmp_path: Path) -> Non
     assert not select(run.trace, "lookup.namesake")
 
 
+CAT = {"at": 1, "length": 2, "id": "cat"}
+DOG = {"at": 4, "length": 2, "id": "dog"}
+
+
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [
@@ -67,7 +79,9 @@ def test_no_namesake_is_looked_for_where_a_claim_is_right(tmp_path: Path) -> Non
             {"embeds": "q"},
             ["cache salt ('s', none)", "prompt embedding"],
         ),
-        ({"mm": [{"at": 1, "length": 2, "id": "cat"}]}, {}, ["multi-modal item"]),
+        ({"mm": [CAT]}, {}, ["multi-modal item"]),
+        ({"mm": [CAT]}, {"mm": [CAT | {"at": 2}]}, [ELSEWHERE]),
+        ({"mm": [CAT, DOG]}, {"mm": [DOG | {"at": 1}, CAT | {"at": 4}]}, [REORDERED]),
         ({}, {}, [RESTARTED]),
     ],
 )

@@ -287,3 +287,11 @@ def test_a_synchronous_engine_ends_a_step_before_the_next(engine: str, tmp_path:
     assert [event["computed"] for event in running][:3] == [6, 12, 16] and all(
         event["computed"] - event["placeholders"] < event["known"] for event in running
     )
+
+
+def test_the_limit_of_a_run_step_does_not_count_steps_that_wait_for_a_load(tmp_path: Path) -> None:
+    steps: Steps = [*ROUND_TRIP[:4], {"run": {"max": 2}}, {"preempt": "b"}, {"run": {}}]
+    options = {"store": "memory:{tmp}", "load": "async", "load_delay": 30}
+    run = run_case(REFERENCE, steps, tmp_path, extra=options, stall=5)
+    [preempted] = select(run.trace, "req.state", req="b", to="PREEMPTED")
+    assert preempted["reason"] == "preempt"

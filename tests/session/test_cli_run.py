@@ -74,6 +74,21 @@ def test_conformant(tmp_path: Path) -> None:
     assert (suite.get("name"), suite.get("tests"), suite.get("failures")) == ("kvconform", "2", "0")
 
 
+def test_a_router_that_does_not_exist_is_refused_before_anything(tmp_path: Path) -> None:
+    (tmp_path / "routers.py").write_text("class Router: ...\n", encoding="utf-8")
+    for router, sentence in (
+        ("no_such_package:Router", "there is no package 'no_such_package'"),
+        ("routers.more:Router", "there is no module 'routers.more', which 'routers.more:Router'"),
+        ("routers:Ruter", "has no class 'Ruter'; did you mean Router?"),
+    ):
+        (tmp_path / "kvconform.toml").write_text(
+            f'router = "{router}"\npythonpath = ["."]\n', encoding="utf-8"
+        )
+        result = kvconform(tmp_path, "json:Fake")
+        assert result.code == 2 and sentence in result.err
+        assert result.out == "" and not result.folder.exists()
+
+
 def test_what_goes_wrong_with_the_servers_of_a_worker_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "kvconform.toml").write_text(
         """
