@@ -3,9 +3,9 @@
 
 `python -m kvconform.dev.model_kv MODEL [--text FILE] [--tokens N] [--chunk N...]` prints, by codec,
 how many times smaller the KV becomes in bfloat16, and the largest error of a value as a part of the
-largest value of its layer's chunk. MODEL is a folder or a GGUF file that transformers loads (GGUF needs the
-package gguf). Without a text, the tokens are random. The exit status is 1 if a codec loses more
-than it declares.
+largest value of its layer's chunk. MODEL is a folder or a GGUF file that transformers loads (GGUF
+needs the packages gguf and accelerate). Without a text, the tokens are random. The exit status is 1
+if a codec loses more than it declares.
 """
 
 from __future__ import annotations

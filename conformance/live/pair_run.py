@@ -364,8 +364,8 @@ def run_pair(
 
     Returns its trace, messages about what was due and did not happen, how it was made, and the
     channels of the trace. `known`: a baseline run that contains all its requests, and its book, if
-    there is one. `tolerance`: that of a lossy connector. Raises RuntimeError if vLLM fails without a
-    connector.
+    there is one. `tolerance`: that of a lossy connector. Raises RuntimeError if vLLM fails without
+    a connector.
     """
     assert scenario.pair is not None
     plain, book = known or plain_runs.get(asked(scenario, seed))

@@ -170,8 +170,9 @@ class StepNote:
     `fresh`: blocks allocated since the step before, each with its request. `wanted`: the content id
     of the last token that such a block is to hold, if its request's known tokens fill it. `zeroed`:
     those of them that the engine itself clears. `unseen`: content ids of blocks that became final
-    and are not `named`, because not only the model wrote them or they are freed. `written`: blocks that the model may write.
-    `tables`: the blocks of every request that holds blocks. `scheduled`: the requests that compute.
+    and are not `named`, because not only the model wrote them or they are freed. `written`: blocks
+    that the model may write. `tables`: the blocks of every request that holds blocks. `scheduled`:
+    the requests that compute.
     """
 
     step: int
