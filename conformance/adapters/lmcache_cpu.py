@@ -8,6 +8,9 @@ This adapter adds one; everything else is LMCache's own code.
 LMCache also keeps its configuration, its engine and its threads in the process. In production they
 end with the process; here one process does many runs. `around` lets each run begin as in a new
 process. By then the suite has judged what the last connector's shutdown left behind.
+
+CacheGen, LMCache's lossy codec, looks up the number of layers by the model's name on a hub. The
+engines `reference` and `vllm` use names that no hub has; for these it gets their configuration.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvconform.adapters.registry import Adapter
+from kvconform.fixtures.tiny_llama import CONFIG
 
 _started: list[Any] = []
 """The LMCacheManagers that were created and that the adapter has not ended."""
@@ -54,8 +58,24 @@ def install() -> None:
 
     gpu_connector.CreateGPUConnector = create
     LMCacheManager.__init__ = noted
+    _know_the_model()
     for name in ("get", "get_or_create", "destroy"):
         setattr(LMCacheEngineBuilder, name, _by_rank(getattr(LMCacheEngineBuilder, name)))
+
+
+def _know_the_model() -> None:
+    """Make CacheGen find the configuration of the suite's models.
+
+    Replaces CacheGenConfig.from_model_name.
+    """
+    from lmcache.v1.storage_backend.naive_serde.cachegen_basics import CacheGenConfig
+
+    theirs = CacheGenConfig.from_model_name
+
+    def from_model_name(name: str) -> CacheGenConfig:
+        return theirs(str(CONFIG.parent) if name.startswith("kvconform/") else name)
+
+    CacheGenConfig.from_model_name = from_model_name
 
 
 def _by_rank(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -197,3 +197,13 @@ def tolerance(lossy: bool | float) -> float:
     It is the declared tolerance, at most MOST_LOSSY.
     """
     return min(float(lossy), MOST_LOSSY)
+
+
+def tolerance_of_real_values(lossy: bool | float) -> float | None:
+    """Return how far loaded KV of a real model may be off, as a fraction of the largest value.
+
+    It is the declared tolerance, or MOST_LOSSY if that is only `true`. None if nothing may be lost.
+    """
+    if lossy is False:
+        return None
+    return MOST_LOSSY if lossy is True else float(lossy)

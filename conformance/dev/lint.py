@@ -171,7 +171,7 @@ def _profiles(spec: Spec) -> Iterator[Finding]:
             yield Finding(where, "L021", f"profile {profile.id} selects no requirement")
         if spec.cases and not cases:
             yield Finding(where, "L021", f"profile {profile.id} selects no case")
-        ids = [*spec.requirements, *spec.cases]
+        ids = [*spec.requirements, *spec.cases, *spec.scenarios]
         for glob in (*profile.requirements, *profile.cases, *profile.exclude):
             if ids and not fnmatch.filter(ids, glob):
                 yield Finding(where, "L021", f"profile {profile.id}: {glob!r} matches nothing")

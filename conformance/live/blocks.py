@@ -151,6 +151,7 @@ class BlockOracle:
         """Begin a step: enter blocks that are final into the book, and take its loads over."""
         self.check("no hook")
         self.enter(note.named)  # before anything of this step writes
+        self.book.unseen.update(note.unseen)
         self._overdue()
         self.note = note
         zeroed = set(note.zeroed)

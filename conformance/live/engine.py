@@ -31,6 +31,8 @@ This matters only on a machine where the baseline run is slow; otherwise LIMIT i
 """
 BOOK = "KVCONFORM_LIVE_BOOK"
 """Environment variable of the probe: the file with the KV that the baseline run computed."""
+TOLERANCE = "KVCONFORM_LIVE_TOLERANCE"
+"""Environment variable of the probe: the tolerance that a lossy connector declares."""
 
 
 @dataclass
@@ -64,12 +66,13 @@ def make_run(
     on_failure: str = "recompute",
     servers: Sequence[Servers] = (),
     pace: float = 0.0,
+    tolerance: float | None = None,
 ) -> Made:
     """Make a run, in a child process that has ended when this returns.
 
     Writes below `tmp` only, apart from what the faults of the phases do to `servers`. `pace`: the
-    seconds that the baseline run took on this machine; the time limits grow with it. Raises
-    RuntimeError if a fault could not be carried out.
+    seconds that the baseline run took on this machine; the time limits grow with it. `tolerance`:
+    that of a lossy connector. Raises RuntimeError if a fault could not be carried out.
     """
     tmp.mkdir(parents=True, exist_ok=True)
     for name in ("tmp", "trace", "work", "connector", "desk"):
@@ -102,6 +105,8 @@ def make_run(
         environment.pop(FAULT, None)
     if book is not None:
         environment[BOOK] = str(book)
+    if tolerance is not None:
+        environment[TOLERANCE] = str(tolerance)
     if start.scheduling == "async":
         environment[CPU_ASYNC] = "1"
     if target is not None and target.device == "emulated":

@@ -30,7 +30,7 @@ from vllm.v1.engine.core import EngineCore  # noqa: E402
 from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
 from kvconform.engine.halves import noted  # noqa: E402
-from kvconform.live.book import CLOSE, Book  # noqa: E402
+from kvconform.live.book import Book  # noqa: E402
 from kvconform.live.scheduler_probe import SchedulerProbe  # noqa: E402
 from kvconform.live.trace import StreamTrace  # noqa: E402
 from kvconform.live.worker_probe import Wishes, WorkerProbe  # noqa: E402
@@ -41,7 +41,7 @@ POISON = "KVCONFORM_LIVE_POISON"
 BOOK = "KVCONFORM_LIVE_BOOK"
 """Environment variable: a file with KV; the baseline run writes it, other runs read it."""
 TOLERANCE = "KVCONFORM_LIVE_TOLERANCE"
-"""Environment variable: the error of a lossy connector, as a part of the largest value."""
+"""Environment variable: the tolerance of a lossy connector, as a part of the largest value."""
 SHARED = "KVCONFORM_LIVE_SHARED"
 """Environment variable: "1" if another engine may have computed what this connector offers.
 
@@ -76,7 +76,8 @@ class Recorder:
         self.trace = StreamTrace(path)
         self.probe = Probe(self.trace)
         Probe.active = self.probe
-        self.book = Book(float(os.environ.get(TOLERANCE, CLOSE)))
+        declared = os.environ.get(TOLERANCE)
+        self.book = Book(None if declared is None else float(declared))
         self.wishes = Wishes(poison=os.environ.get(POISON) != "0")
         self.scheduler: SchedulerProbe | None = None
         self.worker: WorkerProbe | None = None

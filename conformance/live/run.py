@@ -51,16 +51,24 @@ def run_live(
     tmp: Path,
     plain_runs: Plains,
     known: Known | None = None,
+    tolerance: float | None = None,
 ) -> tuple[LiveRun, Made]:
     """Run a scenario, below `tmp`; its trace has the probe's events and those of this process.
 
-    `known`: a baseline run that contains all its requests, and its book, if there is one. Raises
-    RuntimeError if vLLM fails without a connector.
+    `known`: a baseline run that contains all its requests, and its book, if there is one.
+    `tolerance`: that of a lossy connector. Raises RuntimeError if vLLM fails without a connector.
     """
     if scenario.pair is not None:
         assert target is not None
         events, lacks, made, channels = run_pair(
-            scenario, variant, target, seed=seed, tmp=tmp, plain_runs=plain_runs, known=known
+            scenario,
+            variant,
+            target,
+            seed=seed,
+            tmp=tmp,
+            plain_runs=plain_runs,
+            known=known,
+            tolerance=tolerance,
         )
         return LiveRun(variant, events, channels, lacks=lacks), made
     wanted = plays(scenario, spec.workloads.get(scenario.workload or ""), seed)
@@ -77,6 +85,7 @@ def run_live(
         on_failure=scenario.on_failure,
         servers=Servers.active if scenario.faults else (),
         pace=float(plain.note.get("seconds", 0.0)),
+        tolerance=tolerance,
     )
     events = _trace(scenario, variant, wanted, made, plain, seed, target)
     if any(e["kind"] == "live.tokens" and not e["same"] and not e["ambiguous"] for e in events):

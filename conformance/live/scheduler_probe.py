@@ -91,7 +91,7 @@ class SchedulerProbe:
     """Wraps methods of one scheduler, and emits events.
 
     `together`: the worker is in the same process. `pending`: blocks that became final and are to be
-    announced to the workers with the next step.
+    announced to the workers with the next step. `unseen`: see StepNote, of the next step.
     """
 
     ended = False
@@ -120,6 +120,7 @@ class SchedulerProbe:
         self.ledger = Ledger(trace, self.view, self.observer, is_async=is_async)
         self.blocks_at_start = self.pool.get_num_free_blocks()
         self.pending: list[Named] = []
+        self.unseen: list[int] = []
         self.entries = Entries.read(os.environ.get(JOB))
         self._seen_grants = 0
         self._busy = 0
@@ -204,7 +205,9 @@ class SchedulerProbe:
         shares = [self._share(output, req, note, tables) for req in note.scheduled]
         note.granted = self._granted()
         note.named = self.pending
+        note.unseen = self.unseen
         self.pending = []
+        self.unseen = []
         if self.scheduler.connector is not None:
             note.digest = self.observer.metadata.begin_step(output.kv_connector_metadata)
             if self.inspector is not None:
@@ -330,10 +333,13 @@ class SchedulerProbe:
             ids[known.remembered : known.valid_end], plain[known.remembered : known.valid_end]
         )
         known.remembered = max(known.remembered, min(known.valid_end, len(ids)))
-        if known.tainted or request.status == RequestStatus.PREEMPTED:
-            return
+        lost = known.tainted or request.status == RequestStatus.PREEMPTED
         for index in range(known.named, min(known.valid_end, len(ids)) // size):
             last = (index + 1) * size - 1
+            known.named = index + 1
+            if lost or index == known.shared:
+                self.unseen.append(ids[last])
+                continue
             self.pending.append(
                 Named(
                     table[index],
@@ -344,7 +350,6 @@ class SchedulerProbe:
                     tuple(table[:index]),
                 )
             )
-            known.named = index + 1
 
     # -- the end of loads
     def _settle(self, landed: int = 0) -> None:

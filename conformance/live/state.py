@@ -25,7 +25,8 @@ class Known:
     """One incarnation of a request id.
 
     `valid_end`: end of its final KV, in tokens, after the steps that have landed. `named`: number
-    of its blocks that were announced to the workers. `remembered`: number of its positions in the
+    of its blocks that were announced to the workers. `shared`: number of the block that the model
+    computes only in part, if there is one. `remembered`: number of its positions in the
     run's memory. `tainted`: a load of it has failed since it was admitted.
     """
 
@@ -34,6 +35,7 @@ class Known:
     chain: Chain = field(init=False)
     valid_end: int = 0
     named: int = 0
+    shared: int | None = None
     remembered: int = 0
     tainted: bool = False
 
@@ -44,7 +46,8 @@ class Known:
         block.
         """
         self.valid_end = computed
-        self.named = -(-computed // size)
+        self.named = computed // size
+        self.shared = self.named if computed % size else None
         self.tainted = False
 
 
@@ -166,13 +169,16 @@ class StepNote:
     `step`: number of schedule() calls so far. `digest`: digest of the connector's metadata.
     `fresh`: blocks allocated since the step before, each with its request. `wanted`: the content id
     of the last token that such a block is to hold, if its request's known tokens fill it. `zeroed`:
-    those of them that the engine itself clears. `written`: blocks that the model may write.
-    `tables`: the blocks of every request that holds blocks. `scheduled`: the requests that compute.
+    those of them that the engine itself clears. `unseen`: content ids of blocks that became final
+    and are not `named`, because not only the model wrote them or they are freed. `written`: blocks
+    that the model may write. `tables`: the blocks of every request that holds blocks. `scheduled`:
+    the requests that compute.
     """
 
     step: int
     digest: str | None = None
     named: list[Named] = field(default_factory=list)
+    unseen: list[int] = field(default_factory=list)
     granted: list[Granted] = field(default_factory=list)
     fresh: list[tuple[int, str]] = field(default_factory=list)
     wanted: dict[int, int] = field(default_factory=dict)

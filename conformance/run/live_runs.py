@@ -9,9 +9,10 @@ import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvconform.config.target import Target
-from kvconform.contract.capabilities import complete
+from kvconform.contract.capabilities import complete, tolerance_of_real_values
 from kvconform.contract.case import Variant
 from kvconform.contract.loader import Spec
 from kvconform.contract.scenario import Scenario, lacking
@@ -47,7 +48,14 @@ def make_live_runs(variant: Variant, target: Target, spec: Spec, *, seed: int, t
         return Runs(profile, refused=(Verdict.UNSUPPORTED, f"the scenario needs {unmet}"))
     try:
         found, made = run_live(
-            scenario, variant, target, spec, seed=seed, tmp=tmp, plain_runs=plains()
+            scenario,
+            variant,
+            target,
+            spec,
+            seed=seed,
+            tmp=tmp,
+            plain_runs=plains(),
+            tolerance=tolerance_of_real_values(profile.caps["lossy"]),
         )
         if made.ended.stuck:
             stuck = ", ".join(made.ended.stuck)
@@ -101,7 +109,7 @@ def reduce_failures(
     variant: Variant,
     target: Target,
     spec: Spec,
-    caps: dict[str, object],
+    caps: dict[str, Any],
     tmp: Path,
 ) -> None:
     """Reduce a random workload that fails, and name its file in the rows' messages.
@@ -138,7 +146,15 @@ def reduce_failures(
     def fails(smaller: Scenario) -> bool:
         here = tmp / f"smaller-{next(numbers)}"
         found, _ = run_live(
-            smaller, variant, target, spec, seed=0, tmp=here, plain_runs=plain_runs, known=known
+            smaller,
+            variant,
+            target,
+            spec,
+            seed=0,
+            tmp=here,
+            plain_runs=plain_runs,
+            known=known,
+            tolerance=tolerance_of_real_values(caps["lossy"]),
         )
         again = judge([spec.requirements[name] for name in names], {"connector": found}, caps)
         shutil.rmtree(here, ignore_errors=True)

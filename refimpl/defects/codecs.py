@@ -49,9 +49,12 @@ class ScaleOfAnotherBlock(_OtherCodec):
 
 @dataclass(frozen=True)
 class _Narrow(Quantising):
+    kept: float = 0.992
+    """The part of a column's width that has steps."""
+
     def _grid(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         low, step = super()._grid(rows)
-        return low, step * 0.992
+        return low, step * self.kept
 
 
 class ClipsOutliers(_OtherCodec, Tiered):
@@ -59,6 +62,13 @@ class ClipsOutliers(_OtherCodec, Tiered):
 
     def _other(self) -> Quantising:
         return _Narrow(8, 0.01)
+
+
+class ClipsBothSigns(ClipsOutliers):
+    """The same for values of both signs, whose columns are twice as wide as the largest value."""
+
+    def _other(self) -> Quantising:
+        return _Narrow(8, 0.01, kept=0.996)
 
 
 class RoundsInFull(Tiered):

@@ -3,7 +3,8 @@
 
 The suite must notice an adapter that copies wrongly.
 
-Needs LMCache: `nox -s tests -- --install '--no-deps lmcache==0.5.6 aiofile caio' tests/adapters`.
+Needs LMCache:
+`nox -s tests -- --install '--no-deps lmcache==0.5.6 aiofile aiofiles caio' tests/adapters`.
 """
 
 from __future__ import annotations
@@ -77,6 +78,23 @@ def test_it_stores_and_loads(entry: str, tmp_path: Path) -> None:
         and rows["save.completeness"].exercised > 2
     )
     assert failed(report) <= ({"load.only-grant"} if entry == "lmcache-v1-layerwise" else set())
+
+
+def test_cachegen_is_judged_by_its_tolerance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiofiles", reason="LMCache's remote store in a file system needs aiofiles")
+    from lmcache.v1.storage_backend.naive_serde import cachegen_decoder as decoder
+
+    report = judged("lmcache-v1-cachegen", CASE, tmp_path / "sound")
+    (content,) = [row for row in report.rows if row.requirement == "load.content"]
+    assert content.verdict == Verdict.PASS and content.exercised > 2
+    assert failed(report) == set()
+
+    restore = decoder.do_dequantize
+    monkeypatch.setattr(decoder, "do_dequantize", lambda *given: restore(*given) * 0.9)
+    report = judged("lmcache-v1-cachegen", CASE, tmp_path / "scaled")
+    assert "load.content" in failed(report)
 
 
 WRONG = {

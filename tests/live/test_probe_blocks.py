@@ -15,6 +15,7 @@ from kvconform.contract.trace import Trace
 from kvconform.live.blocks import BlockOracle, Blocks
 from kvconform.live.book import Book, Poisoned
 from kvconform.live.state import Granted, Named, StepNote
+from kvconform.refimpl.cache.codecs import CODECS
 
 SIZE, LAYERS, NUMBER, WIDTH = 4, 2, 12, 64
 CONTENTS = [(100, 1000), (101, 1001), (102, 1002)]
@@ -29,11 +30,11 @@ def kv(seed: int, element: Any = torch.float32) -> Any:
 class Rig:
     """A worker of 12 blocks, whose model has computed three blocks in blocks 1 to 3 (request a)."""
 
-    def __init__(self, *, poison: bool = True) -> None:
+    def __init__(self, *, poison: bool = True, tolerance: float | None = None) -> None:
         self.tensors = [torch.zeros(NUMBER, SIZE, WIDTH) for _ in range(LAYERS)]
         self.trace = Trace()
         self.blocks = Blocks(self.tensors, SIZE)
-        self.oracle = BlockOracle(self.trace, self.blocks, Book(), poison=poison)
+        self.oracle = BlockOracle(self.trace, self.blocks, Book(tolerance), poison=poison)
         self.oracle.begin(
             StepNote(
                 1,
@@ -127,6 +128,76 @@ def test_rounding_is_told_from_what_is_wrong() -> None:
     (load,) = rig.kinds("live.load")
     assert load["close"] == [0, 1, 2] and 0 < load["error"] < 0.01
     assert not rig.kinds("kv.wrong")
+
+
+@pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if codec.tolerance])
+def test_a_lossy_load_is_held_to_the_declared_tolerance(codec: str) -> None:
+    """The codec's own tolerance suffices, and half of its error does not."""
+    data = [
+        torch.stack([through(codec, layer) for layer in kv(seed).view(LAYERS, SIZE, WIDTH)])
+        for seed in range(3)
+    ]
+    error = max(
+        float((layer - want).abs().max() / want.abs().max())
+        for seed in range(3)
+        for layer, want in zip(data[seed].view(LAYERS, -1), kv(seed), strict=True)
+    )
+    found = {}
+    for tolerance in (CODECS[codec].tolerance, error / 2):
+        rig = Rig(tolerance=tolerance)
+        rig.load()
+        for block, one in zip((5, 6, 7), data, strict=True):
+            rig.put(block, one)
+        rig.oracle.end()
+        (load,) = rig.kinds("live.load")
+        found[tolerance] = load["close"], [event["found"] for event in rig.kinds("kv.wrong")]
+    within, beyond = found.values()
+    assert within == ([0, 1, 2], [])
+    assert beyond[1] and set(beyond[1]) == {"unknown"}
+
+
+def through(codec: str, layer: Any) -> Any:
+    """A layer [tokens, values] after it was stored and loaded."""
+    data = layer.contiguous().view(torch.uint8).numpy().tobytes()
+    stored = CODECS[codec].encode(data, layer.dtype, len(layer))
+    loaded = CODECS[codec].decode(stored, layer.dtype)
+    return torch.frombuffer(bytearray(loaded), dtype=layer.dtype).view(layer.shape)
+
+
+def test_a_lossy_load_may_round_where_the_stored_version_is_not_known() -> None:
+    def verdict(book: Book, off: float) -> str:
+        return book.compare(kv(0) + off * kv(0).abs().max(), CONTENTS, 0).verdict
+
+    own, other, unseen = Book(0.01), Book(0.01), Book(0.01)
+    for book in (own, unseen):
+        book.enter(*CONTENTS[0], "a", 0, kv(0))
+    other.enter(*CONTENTS[0], "a", 0, kv(0), own=False)
+    unseen.unseen.add(CONTENTS[0][0])
+    assert [verdict(own, off) for off in (0.005, 0.03, 0.2)] == ["close", "wrong", "wrong"]
+    assert [verdict(other, off) for off in (0.005, 0.03, 0.2)] == ["close", "close", "wrong"]
+    assert [verdict(unseen, off) for off in (0.005, 0.03, 0.2)] == ["close", "unknown", "unknown"]
+    for seed in range(1, 12):
+        own.enter(*CONTENTS[0], "a", 0, kv(seed))
+    assert verdict(own, 0.03) == "close"  # more versions than are kept
+
+
+def test_a_small_block_is_judged_by_the_largest_value_of_its_layer() -> None:
+    book = Book(0.01)
+    book.enter(*CONTENTS[0], "a", 0, kv(0))
+    book.enter(*CONTENTS[1], "a", 1, kv(1) / 10)
+    off = 0.005 * kv(0).abs().max()
+    assert book.compare(kv(1) / 10 + off, CONTENTS, 1).verdict == "close"
+    assert book.compare(kv(1) / 10 + 4 * off, CONTENTS, 1).verdict == "wrong"
+
+
+def test_a_block_beyond_the_tolerance_is_said_to_be_off() -> None:
+    book = Book(0.01)
+    book.enter(*CONTENTS[0], "a", 0, kv(0))
+    finding = book.compare(kv(0) * 0.97, CONTENTS, 0)
+    assert (finding.found, finding.origin) == (
+        "unknown",
+        "KV of these tokens that is off by 3.0% of the layer's largest value; 1.0% is allowed",
+    )
 
 
 def test_a_token_that_is_wrong_makes_its_block_wrong() -> None:

@@ -63,7 +63,10 @@ def test_a_request_is_admitted_with_kv_that_the_model_did_not_write() -> None:
     roster.add(request("a", [1] * 100))
     known = roster.known["a"]
     known.admitted(40, 32)
-    assert (known.valid_end, known.named) == (40, 2)  # block 1 is in part another's
+    # Block 1 is in part another's.
+    assert (known.valid_end, known.named, known.shared) == (40, 1, 1)
+    known.admitted(64, 32)
+    assert (known.named, known.shared) == (2, None)
 
 
 def test_the_shape_of_a_cache_with_several_groups() -> None:
