@@ -58,7 +58,9 @@ class PinnedBackend:
             self._spans.pop(key, None)
             span = (self._gap(len(value)), len(value))
             if value:
-                self._write(self._part(*span), torch.frombuffer(bytearray(value), dtype=torch.uint8))
+                self._write(
+                    self._part(*span), torch.frombuffer(bytearray(value), dtype=torch.uint8)
+                )
             self._spans[key] = span
 
     def list(self, prefix: str = "") -> Iterator[str]:

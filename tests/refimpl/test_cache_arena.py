@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from early_reads import ReadsEarly
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
 from kvconform.emulation.emulate import emulate
@@ -20,7 +21,6 @@ from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.cache.tiers import Level, Tiers
 from kvconform.refimpl.cache.urls import open_backend
 from kvconform.run.case import run_and_judge
-from early_reads import ReadsEarly
 
 SPEC = load_spec()
 
