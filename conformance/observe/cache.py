@@ -118,6 +118,9 @@ class CacheObserver:
         while (state := self._look())["held"] and clock.monotonic() < deadline:
             time.sleep(POLL)
         self.trace.emit("cache.ended", **state)
+
+    def measure(self) -> None:
+        """Emit the sizes of the levels, which are compared with the KV of this engine."""
         for size in self._sizes():
             folder = size.get("path")
             self.trace.emit(
