@@ -109,7 +109,7 @@ class CacheObserver:
         return state
 
     def at_rest(self, patience: float) -> None:
-        """Look at the cache at the end, when the engine has nothing left to do.
+        """Emit the state at the end, when the engine has nothing left to do.
 
         Threads may still write entries that they hold to a lower level: wait up to `patience`
         seconds for them.
