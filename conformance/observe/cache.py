@@ -109,7 +109,7 @@ class CacheObserver:
         return state
 
     def at_rest(self, patience: float) -> None:
-        """Look at the cache at the end, when the engine has nothing left to do.
+        """Emit the state at the end, when the engine has nothing left to do.
 
         Threads may still write entries that they hold to a lower level: wait up to `patience`
         seconds for them.
@@ -118,6 +118,9 @@ class CacheObserver:
         while (state := self._look())["held"] and clock.monotonic() < deadline:
             time.sleep(POLL)
         self.trace.emit("cache.ended", **state)
+
+    def measure(self) -> None:
+        """Emit the sizes of the levels, which are compared with the KV of this engine."""
         for size in self._sizes():
             folder = size.get("path")
             self.trace.emit(

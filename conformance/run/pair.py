@@ -362,6 +362,10 @@ class PairDriver(Driver):
         if not crashed:
             self.handovers.end()
         gc.collect()
+        for engine in self.engines.values():
+            # Not its size: a level may be shared, and has the KV of all engines then.
+            if engine.executor.cache is not None and not engine.busy:
+                engine.executor.cache.at_rest(self.target.stall_seconds)
         ends = [
             self.trace.emit("run.end", on=name, **self._end_of(engine, crashed=crashed))
             for name, engine in self.engines.items()

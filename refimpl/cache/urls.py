@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.parse import urlsplit, urlunsplit
 
+from kvconform.refimpl.cache.arena import ARENAS
 from kvconform.refimpl.cache.backend import Backend
 from kvconform.refimpl.cache.file import FileBackend
 from kvconform.refimpl.cache.http import HttpBackend
@@ -24,7 +25,7 @@ SERVERS: dict[str, Callable[[str, float], Backend]] = {
 
 
 def open_backend(url: str, patience: float = PATIENCE) -> Backend:
-    """Open `memory:NAME`, `file:PATH`, a path, or the URL of a server.
+    """Open `memory:NAME`, `pinned:BYTES`, `device:BYTES`, `file:PATH`, a path, or a server's URL.
 
     `patience`: seconds until a call of a server fails, and for which it is then not called.
     ValueError for another scheme. MissingPackage if the back end needs a package that is missing.
@@ -32,12 +33,16 @@ def open_backend(url: str, patience: float = PATIENCE) -> Backend:
     scheme, colon, rest = url.partition(":")
     if scheme == "memory":
         return MemoryBackend(rest)
+    if scheme in ARENAS:
+        if not rest.isdecimal():
+            raise ValueError(f"{url} is no store: {scheme}: needs its size in bytes")
+        return ARENAS[scheme](int(rest))
     if scheme == "file":
         return FileBackend(rest.removeprefix("//"))
     if scheme in SERVERS:
         return Patient(SERVERS[scheme](url, patience), server_of(url), patience)
     if colon and "://" in url:
-        known = ", ".join(["memory", "file", *SERVERS])
+        known = ", ".join(["memory", *ARENAS, "file", *SERVERS])
         raise ValueError(f"unknown store {scheme}://; the known schemes are {known}")
     return FileBackend(url)
 

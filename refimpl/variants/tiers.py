@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from kvconform.refimpl.cache.arena import PinnedBackend
 from kvconform.refimpl.cache.chunks import VALUES, ChunkStore, chunk_of
 from kvconform.refimpl.cache.eviction import EVICTORS
 from kvconform.refimpl.cache.file import FileBackend
@@ -228,7 +229,7 @@ class CacheInspector(Inspector):
     def sizes(self) -> list[dict[str, Any]]:
         """Return of each level its `name`, the `bytes` of its values, and the `path` of its files.
 
-        It reads all values.
+        It reads all values, except of levels that know their size.
         """
         sizes = []
         for level in self._connector._cache.tiers.levels:
@@ -239,6 +240,8 @@ class CacheInspector(Inspector):
         return sizes
 
     def _bytes(self, level: Level) -> int:
+        if isinstance(level.backend, PinnedBackend):
+            return level.backend.used
         return sum(len(level.backend.get(key) or b"") for key in level.stored())
 
     def cached(self, request: Request) -> list[int]:

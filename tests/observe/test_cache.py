@@ -33,7 +33,7 @@ def test_sizes_are_those_at_the_end_and_files_are_measured(tmp_path: Path) -> No
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").write_bytes(bytes(60))
     (tmp_path / "other").write_bytes(bytes(20))
-    observer.at_rest(0.0)
+    observer.measure()
     host, disk = [event for event in trace.events if event["kind"] == "cache.size"]
     assert (host["level"], host["bytes"], host["on_disk"], host["fresh"]) == (
         "host",
@@ -49,5 +49,7 @@ def test_a_cache_need_not_show_sizes(tmp_path: Path) -> None:
     trace = Trace()
     inspector: Any = Inspector(tmp_path)
     inspector.sizes = None
-    CacheObserver(trace, inspector, {}, 16, lambda: 0).at_rest(0.0)
+    observer = CacheObserver(trace, inspector, {}, 16, lambda: 0)
+    observer.at_rest(0.0)
+    observer.measure()
     assert [event["kind"] for event in trace.events] == ["cache.ended"]

@@ -366,7 +366,7 @@ def test_a_pause_after_a_failure_is_not_shared_by_other_servers() -> None:
 
 def test_unknown_schemes_and_missing_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ValueError, match=r"unknown store ftp://; the known schemes are memory, file"
+        ValueError, match=r"unknown store ftp://; the known schemes are memory, pinned"
     ):
         open_backend("ftp://somewhere")
     s3._session.cache_clear()
