@@ -58,6 +58,8 @@ PATIENCE = 12
 """How often a step is repeated in which the connector only answered lookups with None."""
 PAUSES = (0.0, 0.0, 0.001, 0.004, 0.016, 0.06, 0.1)
 """Seconds to wait before each repetition; the last one repeats. A busy server needs some time."""
+WAIT = 0.25
+"""Part of the stall time that a run with relation `unhurried` waits for what is being stored."""
 MOST_STEPS = 2_000
 """Steps with progress after which a run without a limit has stalled: a load can repeat for ever."""
 MOST_PER_REQUEST = 50
@@ -124,6 +126,8 @@ class Driver:
         self.inputs = 0
         """How often a session got more input, or was ended."""
         self._threads_before = frozenset(threading.enumerate())
+        self.hurried = False
+        """Whether the local cache was dropped while connectors may have been storing."""
         self.expectations = Expectations(self.state, self._free_blocks)
         self.engine = self._start()
         self._operations = self._table()
@@ -452,6 +456,9 @@ class Driver:
             self.engine.land()
 
     def _drop_local(self, _: Any) -> None:
+        if self.relation == "unhurried":
+            time.sleep(WAIT * self.target.stall_seconds)
+        self.hurried = self.hurried or self.may_work()
         self.engine.reset(running=False, connector=False)
 
     def _reset(self, reset: Reset) -> None:

@@ -126,7 +126,8 @@ class Run:
 
     `caps` are the capabilities that it is judged by, and `channels` the kinds of events that the
     engine observes. `unmet` has the stimuli that did not happen. `traceback` is that of a crash.
-    `lacks` says what the device does not support.
+    `lacks` says what the device does not support. `hurried`: the local cache was dropped while
+    connectors had threads, sockets or processes, which may have been storing.
     """
 
     variant: Variant
@@ -138,13 +139,14 @@ class Run:
     unmet: list[str] = field(default_factory=list)
     traceback: str | None = None
     lacks: str | None = None
+    hurried: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run as JSON data, without variant, relation and capabilities.
 
         The process that asked for the run knows these.
         """
-        sent = ("trace", "harness_error", "unmet", "traceback", "lacks")
+        sent = ("trace", "harness_error", "unmet", "traceback", "lacks", "hurried")
         return {name: getattr(self, name) for name in sent} | {"channels": sorted(self.channels)}
 
     @classmethod

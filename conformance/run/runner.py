@@ -220,6 +220,7 @@ def _drive(
         _conclude(run, trace, driver, error)
     finally:
         note_unfilled(trace)
+        run.hurried = driver is not None and driver.hurried
         if driver is not None and driver.engine.inspector is not None:
             run.channels |= {"plan"}
             if driver.engine.executor.cache is not None:

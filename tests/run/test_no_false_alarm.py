@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -131,6 +132,45 @@ def test_a_connector_for_one_stage_is_not_run_with_two(tmp_path: Path) -> None:
     assert {(row.verdict, row.message) for row in report.rows} == {
         (Verdict.UNSUPPORTED, f"the case needs (pipeline_parallel): {doc}")
     }
+
+
+class CommitsLate(ReferenceConnector):
+    """Lets others find a chunk some time after it was saved, by a thread."""
+
+    AFTER = 0.2
+
+    def wait_for_save(self) -> None:
+        commit = self._store.commit
+        self._store.commit = lambda *key: Timer(self.AFTER, commit, key).start()  # type: ignore[method-assign]
+        try:
+            super().wait_for_save()
+        finally:
+            self._store.commit = commit  # type: ignore[method-assign]
+
+
+class NeverCommits(CommitsLate):
+    """Has such threads, and they never get there."""
+
+    AFTER = 60.0
+
+
+@pytest.mark.parametrize(("cls", "verdict"), [(CommitsLate, "PASS"), (NeverCommits, "FAIL")])
+def test_what_is_stored_by_a_thread_gets_the_time_that_it_needs(
+    cls: type, verdict: str, tmp_path: Path
+) -> None:
+    case = make_case([*STORED, {"add": ASK}, RUN])
+    target = Target(
+        f"{__name__}:{cls.__name__}",
+        {"store": "memory:{tmp}"},
+        capabilities={"store": True, "saves": "all"},
+        stall_seconds=2.0,
+    )
+    variant = Variant(case, "vllm", "sync", "v1", 1, case.config.block_size)
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "run")
+    (row,) = (row for row in report.rows if row.requirement == "save.completeness")
+    assert row.verdict.name == verdict
+    (promise,) = select(report.trace, "profile.expectation")
+    assert (promise["promised"], promise["reloadable"]) == (12, 12 if verdict == "PASS" else 0)
 
 
 LAYOUT = next(case for case in SPEC.cases.values() if case.id == "layout.heads-outside")
