@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvconform.contract.steps import Damage
+from kvconform.contract.steps import NO_FILES, Damage
 from kvconform.contract.trace import Trace
 from kvconform.observe.call import Call
 from kvconform.observe.probe import Probe
@@ -52,7 +52,7 @@ class Damager:
         damage, self.armed = self.armed, None
         if damage.files is not None:
             count = damage_files(self.folder, damage.files)
-            lacks = "the connector keeps no files in {tmp} (extra_config)"
+            lacks = NO_FILES
         else:
             count = stop_servers()
             lacks = "the connector's settings declare no [[servers]]"
