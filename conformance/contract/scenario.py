@@ -38,8 +38,8 @@ class Fault(Model):
     - damage: every file in the connector's directory ({tmp} of extra_config) is damaged as `files`
       says, as by the step `damage` of a case.
 
-    Each but the last may be preceded by `still` seconds in which the server does not reply while the engine
-    continues. Without them the engine waits until the fault is done.
+    Each but the last may be preceded by `still` seconds in which the server does not reply while
+    the engine continues. Without them the engine waits until the fault is done.
     """
 
     phase: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
@@ -161,7 +161,7 @@ class Phase(Model):
     name: Name
     reset: bool | Literal["connector"] = Field(
         default=False,
-        description="empty vLLM's local prefix cache before; `connector`: and the connector's cache",
+        description="empty vLLM's local prefix cache before; `connector`: the connector's, too",
     )
     take: Take = "same"
     more: Count = 0

@@ -20,8 +20,8 @@ from kvconform.contract.scenario import Fault, numbered
 from kvconform.errors import KvconformError
 from kvconform.files import replace
 from kvconform.live.job import Play
+from kvconform.process.damaged import damage_files
 from kvconform.process.servers import Servers
-from kvconform.run.damage import damage_files
 
 if TYPE_CHECKING:
     from kvconform.live.probe import Recorder

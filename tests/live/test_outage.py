@@ -198,7 +198,9 @@ def test_a_pause_ends_by_itself_and_the_child_goes_on_meanwhile(
 
 def test_one_fault_is_over_before_the_next_begins(servers: Servers, tmp_path: Path) -> None:
     server, began = servers.all["store"], time.monotonic()
-    assert asked(Attendant(tmp_path, [servers], tmp_path), fault("kill", still=1.5), fault("restart")) == [
+    assert asked(
+        Attendant(tmp_path, [servers], tmp_path), fault("kill", still=1.5), fault("restart")
+    ) == [
         "",
         "",
     ]
