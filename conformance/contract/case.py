@@ -281,6 +281,16 @@ class Case(Model):
         return self
 
     @model_validator(mode="after")
+    def _nothing_handed_over_is_reset(self) -> Case:
+        handed = any(add.handed is not None for add in self.added)
+        if handed and _resets_common_store(self):
+            raise ValueError(
+                "`reset` of the connector is not possible with `handed`: "
+                "what the hand-over still owes is not said"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ranks_fit(self) -> Case:
         config = self.config
         latent = config.groups == ["latent"]
@@ -506,6 +516,12 @@ def _replays_params(case: Case) -> bool:
     return max(handed.values(), default=0) > 1
 
 
+def _resets_common_store(case: Case) -> bool:
+    return bool(case.config.engines) and any(
+        step.op == "reset" and step.arg.connector for step in case.steps
+    )
+
+
 def _alters_params(case: Case, *, to_nothing: bool) -> bool:
     values = [
         value for add in case.added if add.handed is not None for value in add.handed.alter.values()
@@ -521,6 +537,7 @@ PROPERTIES: dict[str, Callable[[Case], bool]] = {
     "replayed-params": _replays_params,
     "unknown-peer": lambda case: _alters_params(case, to_nothing=False),
     "incomplete-params": lambda case: _alters_params(case, to_nothing=True),
+    "common-reset": _resets_common_store,
     "other-model": lambda case: any(each.model for each in case.changes),
     "other-format": lambda case: any(
         each.dtype or each.cache_dtype or each.pipeline_parallel for each in case.changes
@@ -539,10 +556,7 @@ def _unfit(step: Step, config: Config, matrix: Matrix) -> str | None:
         return f"`on` names engine {step.arg!r}; config.engines has {', '.join(names) or 'none'}"
     if names and step.op == "soak":
         return "`soak` is not possible with several engines"
-    affects_store = step.op in ("restart", "shutdown", "damage") or (
-        step.op == "reset" and step.arg.connector
-    )
-    if names and affects_store:
+    if names and step.op in ("restart", "shutdown", "damage"):
         return (
             f"`{step.op}` is not possible with several engines: it would affect their common store"
         )

@@ -814,9 +814,9 @@ _kind(
     "live",
     "phase:str number:int do:str still:float before:str? running:int loading:int",
     "A planned fault of a server of the connector: kill, restart, pause or clear, after `still` "
-    "seconds without replies; right before the worker half loads or saves, or between two "
-    "steps. running = requests that run; loading = granted loads that the engine does not rely "
-    "on yet.",
+    "seconds without replies; or damage to its files. Right before the worker half loads or "
+    "saves, or between two steps. running = requests that run; loading = granted loads that the "
+    "engine does not rely on yet.",
 )
 _kind(
     "live.happened",

@@ -18,12 +18,13 @@ from kvconform.contract.case import Variant
 from kvconform.contract.expression import Expression, compile_capability
 from kvconform.contract.requirement import CapabilityExpr, Id, Model, Relation, Version, in_force
 from kvconform.contract.situation import situations
+from kvconform.contract.steps import NO_FILES, Files
 
-Deed = Literal["kill", "restart", "pause", "clear"]
+Deed = Literal["kill", "restart", "pause", "clear", "damage"]
 
 
 class Fault(Model):
-    """A fault of the servers in the connector's settings, and its time.
+    """A fault of the servers in the connector's settings, or of its files, and its time.
 
     It strikes in phase `phase`, after `at` steps of the phase (0: before its first request). With
     `before`, it strikes in the first step from then on in which the worker half is about to start
@@ -34,16 +35,30 @@ class Fault(Model):
       killed server is started.
     - pause: the server stops for `still` seconds (SIGSTOP), and continues.
     - clear: the server deletes what it stores.
+    - damage: every file in the connector's directory ({tmp} of extra_config) is damaged as `files`
+      says, as by the step `damage` of a case.
 
-    Each may be preceded by `still` seconds in which the server does not reply while the engine
-    continues. Without them the engine waits until the fault is done.
+    Each but the last may be preceded by `still` seconds in which the server does not reply while
+    the engine continues. Without them the engine waits until the fault is done.
     """
 
     phase: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
     at: Annotated[int, Field(ge=0)] = 0
     before: Literal["load", "save"] | None = None
     do: Deed
+    files: Files | None = None
     still: float = Field(default=0.0, ge=0, le=60)
+
+    @property
+    def of_servers(self) -> bool:
+        """Whether it is a fault of the servers."""
+        return self.do != "damage"
+
+    @model_validator(mode="after")
+    def _damages_files(self) -> Fault:
+        if self.of_servers != (self.files is None) or (self.files and self.still):
+            raise ValueError("`damage` needs `files` and no `still`, and nothing else has `files`")
+        return self
 
     @model_validator(mode="after")
     def _lasts(self) -> Fault:
@@ -57,7 +72,7 @@ def lacking(faults: Sequence[Fault], clearable: Sequence[bool]) -> str | None:
 
     `clearable`: whether it can be cleared, for each of its servers.
     """
-    if faults and not clearable:
+    if any(fault.of_servers for fault in faults) and not clearable:
         return "a server of its own that can be made to fail ([[servers]] in the settings)"
     if any(fault.do == "clear" for fault in faults) and not all(clearable):
         return "servers that can be cleared (`clear` or `lose` in [[servers]])"
@@ -65,13 +80,20 @@ def lacking(faults: Sequence[Fault], clearable: Sequence[bool]) -> str | None:
 
 
 def spared(faults: Sequence[Fault], events: Iterable[dict[str, Any]]) -> list[str]:
-    """Return a sentence for each fault that never struck because its phase ended before."""
-    struck = {(e["phase"], e["number"]) for e in events if e["kind"] == "live.fault"}
-    return [
+    """Return a sentence for each fault that did nothing.
+
+    Its phase ended before, or the connector has no files in the directory that is damaged.
+    """
+    found = list(events)
+    struck = {(e["phase"], e["number"]) for e in found if e["kind"] == "live.fault"}
+    spared = [
         f"the fault `{fault.do}` of phase {fault.phase} never struck"
         for number, fault in numbered(faults)
         if (fault.phase, number) not in struck
     ]
+    if any(e["kind"] == "store.damaged" and not e["count"] for e in found):
+        spared.append(NO_FILES)
+    return spared
 
 
 def numbered(faults: Sequence[Fault]) -> list[tuple[int, Fault]]:
@@ -114,7 +136,8 @@ class Start(Model):
 class Prompt(Model):
     """A prompt of random token ids.
 
-    With `like`, its first `shared` tokens are those of an earlier prompt. With `period`, the tokens
+    With `like`, its first `shared` tokens are those of an earlier prompt, but for the very first
+    `apart`: so the two differ early and agree later. With `period`, the tokens
     repeat, and depend on `draw` instead of the run's seed, because the model's output repeats for
     few draws only.
     """
@@ -123,6 +146,7 @@ class Prompt(Model):
     tokens: PositiveInt
     like: Name | None = None
     shared: Count = 0
+    apart: Count = 0
     period: PositiveInt | None = None
     draw: int = 0
 
@@ -135,7 +159,10 @@ class Phase(Model):
     """
 
     name: Name
-    reset: bool = Field(default=False, description="empty vLLM's local prefix cache before")
+    reset: bool | Literal["connector"] = Field(
+        default=False,
+        description="empty vLLM's local prefix cache before; `connector`: the connector's, too",
+    )
     take: Take = "same"
     more: Count = 0
     reverse: bool = False
@@ -264,7 +291,7 @@ class Scenario(Model):
     fail: bool = Field(default=False, description="the connector is asked to make loads fail")
     faults: list[Fault] = Field(
         default=[],
-        description="faults of the servers in the connector's settings, in order",
+        description="faults of the servers in the connector's settings, or of its files, in order",
     )
     pair: PairPlay | None = Field(
         default=None,
@@ -292,7 +319,7 @@ class Scenario(Model):
         if "drafts" in self.due and not self.start.spec_tokens:
             raise ValueError("accepted drafts are due, but spec_tokens is 0")
         if self.faults and (self.workload is None or self.start.processes):
-            raise ValueError("faults of servers need a workload, and start.processes false")
+            raise ValueError("faults need a workload, and start.processes false")
         if self.entrypoint is None:
             if any(request.tenant for request in self.requests):
                 raise ValueError(
@@ -339,7 +366,8 @@ class Scenario(Model):
     @property
     def situations(self) -> tuple[str, ...]:
         """The situations (spec/situations.yaml) that the scenario makes."""
-        return SITUATIONS.get(self.pair, ()) if self.pair else ()
+        damaged = ("damage",) if any(not fault.of_servers for fault in self.faults) else ()
+        return (SITUATIONS.get(self.pair, ()) if self.pair else ()) + damaged
 
     @property
     def beyond(self) -> tuple[str, ...]:

@@ -552,10 +552,16 @@ class FailLoadStep(BaseStep):
         return {self.fail_load.req}
 
 
+Files = Literal["removed", "truncated", "longer", "garbage"]
+"""What happens to files."""
+NO_FILES = "the connector keeps no files in {tmp} (extra_config)"
+"""What is said when there are no files to damage."""
+
+
 class Damage(Model):
     """What happens to what the connector has stored: to its files, or to its servers."""
 
-    files: Literal["removed", "truncated", "longer", "garbage"] | None = Field(
+    files: Files | None = Field(
         default=None,
         description="of every file in the run's directory ({tmp} of extra_config); garbage has the"
         " length of the file",

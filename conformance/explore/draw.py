@@ -31,7 +31,8 @@ OVER_STORE = "store"
 def over_store(dice: Dice, block: int) -> tuple[list[Data], int]:
     """Draw steps of two engines that share a store: one loads what the other has saved.
 
-    Often the first one is still busy then; now and then it asks for what the second one has saved.
+    Often the first one is still busy then; now and then it asks for what the second one has saved,
+    or one of them resets the store.
 
     Returns (steps, length of the longest request with its output).
     """
@@ -56,9 +57,17 @@ def over_store(dice: Dice, block: int) -> tuple[list[Data], int]:
             found.append({"add": {"req": name, "prompt": prompt, "max_tokens": outputs[name]}})
             found += [{"step": dice.number(1, 3)}] * dice.number(0, 1)
             found += [{dice.pick(["abort", "preempt"]): name}] * dice.one_in(6)
+            found += _reset_by(dice, engine) if dice.one_in(6) else []
             found += dice.pick([[], [{"run": {}}], [{"run": {}}, {"drop-local": {}}]])
         found.append({"run": {}})
     return found, max(lengths.values()) + 7
+
+
+def _reset_by(dice: Dice, engine: str) -> list[Data]:
+    """Draw a reset of the common store, by either engine; `engine` is driven afterwards."""
+    steps: list[Data] = [{"reset": {"running": dice.one_in(4), "connector": True}}]
+    other = next(name for name in ENGINES if name != engine)
+    return steps if dice.one_in(2) else [{"on": other}, *steps, {"on": engine}]
 
 
 def pair_steps(dice: Dice, block: int) -> tuple[list[Data], int]:

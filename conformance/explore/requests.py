@@ -18,6 +18,8 @@ ADAPTERS: tuple[LoraData, ...] = (
     {"name": "one", "path": "/adapters/1b", "number": 9},
 )
 """The last one has the name of the first, and other weights."""
+SALTS = ("s", "t", "one", "sone")
+"""The last two are the name of an adapter, and a salt with that name behind it."""
 ALIKE: dict[str, Data] = {
     "dog": {"alike": {"id": "cat", "first": 32}},
     "cow": {"alike": {"id": "cat", "last": 32}},
@@ -153,7 +155,7 @@ class Requests:
         dice = self.dice
         if "reloads" not in add:
             if dice.one_in(8):
-                add["salt"] = dice.pick(["s", "t"])
+                add["salt"] = dice.pick(SALTS)
             if dice.one_in(12 if self.restarts is None else 3):
                 add["lora"] = dice.pick(self.adapters)
             if dice.one_in(7) and length > 2:

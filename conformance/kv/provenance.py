@@ -9,7 +9,7 @@ the same tokens under another identity.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -44,21 +44,45 @@ class Memory:
         """
         self.since_reset = kept
 
+    def kept(self, ids: Iterable[int]) -> None:
+        """Note content ids that the engine still has, and may save again."""
+        self.since_reset.update(ids)
+
 
 class PartMemory(Memory):
     """Content ids that one of several engines computed (`own`).
 
-    The other sets are those of all engines; `whole` is their Memory.
+    `ever` and `plain` are those of all engines; `whole` is their Memory. `since_reset` has what any
+    engine has computed, or may have saved again, since this engine reset the connector's store.
+    `parts` are the memories of all engines, to which this one is added.
     """
 
-    def __init__(self, whole: Memory) -> None:
-        self.ever, self.plain, self.since_reset = whole.ever, whole.plain, whole.since_reset
+    def __init__(self, whole: Memory, parts: list[PartMemory]) -> None:
+        self.ever, self.plain = whole.ever, whole.plain
+        self.since_reset: set[int] = set()
         self.own: set[int] = set()
+        self._parts = parts
+        parts.append(self)
 
     def computed(self, ids: list[int], plain: list[int]) -> None:
         """Note them as Memory.computed does, and that they are this engine's."""
-        super().computed(ids, plain)
+        self.ever.update(ids)
+        self.plain.update(plain)
         self.own.update(ids)
+        self.kept(ids)
+
+    def kept(self, ids: Iterable[int]) -> None:
+        """Note them as Memory.kept does: every engine may find what this one saves again."""
+        known = set(ids)
+        for part in self._parts:
+            part.since_reset |= known
+
+    def reset(self, kept: set[int]) -> None:
+        """Note that this engine's connector reported their common store as empty.
+
+        The other engines do not hear of it, and may save again what they have computed.
+        """
+        self.since_reset = kept.union(*(part.own for part in self._parts if part is not self))
 
 
 _MASK = (1 << 64) - 1

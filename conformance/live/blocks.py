@@ -362,7 +362,7 @@ class BlockOracle:
             origin_req=None,
             origin_pos=None,
             group=None,
-            damaged=False,
+            damaged=self.trace.damaged,
         )
 
     def _overdue(self) -> None:

@@ -112,6 +112,8 @@ class Child:
         """Send all requests of a phase, and wait for all answers. Stalled if none progresses."""
         engine = self.llm.llm_engine
         done = self._reset(engine) if play.reset else None
+        if play.reset == "connector" and self.job.transfer is not None:
+            engine.reset_prefix_cache(reset_connector=True)
         waiting = sorted(play.asks, key=lambda ask: ask.at)
         # By the id that vLLM reports: the request, its prompt, vLLM's internal id, step of arrival.
         running: dict[str, tuple[Ask, list[int], str, int]] = {}

@@ -77,6 +77,7 @@ def make_run(
     tmp.mkdir(parents=True, exist_ok=True)
     for name in ("tmp", "trace", "work", "connector", "desk"):
         (tmp / name).mkdir(exist_ok=True)
+    faults = [fault for play in plays for fault in play.faults]
     job = Job(
         model=str(model),
         start=start.model_dump(),
@@ -85,7 +86,7 @@ def make_run(
         fail=fail,
         adapters=list(target.adapters) if target is not None else [],
         device=target.device if target is not None else "cpu",
-        desk=str(tmp / "desk") if servers else None,
+        desk=str(tmp / "desk") if faults else None,
         pace=pace,
     )
     job.write(tmp / "job.json")
@@ -111,8 +112,7 @@ def make_run(
         environment[CPU_ASYNC] = "1"
     if target is not None and target.device == "emulated":
         environment[EMULATE] = "1"
-    attendant = Attendant(tmp / "desk", servers)
-    faults = [fault for play in plays for fault in play.faults]
+    attendant = Attendant(tmp / "desk", servers, tmp / "connector")
     limit = max(float(os.environ.get(LIMIT, SECONDS)), SLOWER * pace) + seconds(faults, servers)
     module = "kvconform.live.served" if job.served else "kvconform.live.child"
     command = python(module, str(tmp / "job.json"), str(tmp / "out.jsonl"))

@@ -60,7 +60,7 @@ class Play(_Part):
     """A phase of requests; see kvconform.contract.scenario.Phase."""
 
     name: str
-    reset: bool = False
+    reset: bool | Literal["connector"] = False
     hits: bool = False
     asks: list[Ask]
     faults: list[Fault] = []
@@ -70,7 +70,7 @@ class Job(_Part):
     """One engine and what it is asked.
 
     `transfer`: fields of vLLM's KVTransferConfig, None for no connector. `desk`: the directory in
-    which the child requests faults of servers (kvconform.live.outage).
+    which the child requests faults (kvconform.live.outage).
     """
 
     model: str
@@ -223,7 +223,8 @@ def prompts(found: Sequence[Prompt], seed: int) -> dict[str, list[int]]:
             cycle = tokens(prompt.period, prompt.draw, "loop")
             own = [cycle[i % prompt.period] for i in range(prompt.tokens)]
         if prompt.like:
-            made[prompt.name] = made[prompt.like][: prompt.shared] + own[prompt.shared :]
+            like = made[prompt.like][prompt.apart : prompt.shared]
+            made[prompt.name] = own[: prompt.apart] + like + own[prompt.shared :]
         else:
             made[prompt.name] = own
     return made

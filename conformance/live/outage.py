@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of a connector's servers: when they strike, and how child and parent carry them out.
+"""Faults of a connector's servers or files: when they strike, and how they are carried out.
 
 The child, which runs the engine, requests a fault when its moment has come; the parent, which
 started the servers, carries it out. They communicate through a directory: the child writes
@@ -20,6 +20,7 @@ from kvconform.contract.scenario import Fault, numbered
 from kvconform.errors import KvconformError
 from kvconform.files import replace
 from kvconform.live.job import Play
+from kvconform.process.damaged import damage_files
 from kvconform.process.servers import Servers
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ class Desk:
         self.folder = folder
         self.count = 0
 
-    def ask(self, fault: Fault, limit: float = LIMIT) -> None:
-        """Request a fault, and wait until it is carried out.
+    def ask(self, fault: Fault, limit: float = LIMIT) -> int:
+        """Request a fault, and wait until it is carried out; return how many files it damaged.
 
         If the server first stands still, wait only for the beginning of that. Raises Unanswered if
         the parent does not reply within `limit` seconds, or could not do it.
@@ -57,20 +58,23 @@ class Desk:
             if time.monotonic() > until:
                 raise Unanswered(f"fault {fault.do!r} was not carried out within {limit:g} s")
             time.sleep(POLL)
-        problem = json.loads(answer.read_text(encoding="utf-8"))["problem"]
-        if problem:
-            raise Unanswered(problem)
+        said = json.loads(answer.read_text(encoding="utf-8"))
+        if said["problem"]:
+            raise Unanswered(said["problem"])
+        return int(said["files"])
 
 
 class Attendant:
-    """The parent's end: carries out the faults requested in `folder` on all of `servers`.
+    """The parent's end: carries out the faults requested in `folder`.
 
-    The parent has to call `look` regularly.
+    They are faults of all of `servers`, or of the files below `store`. The parent has to call
+    `look` regularly.
     """
 
-    def __init__(self, folder: Path, servers: Sequence[Servers]) -> None:
+    def __init__(self, folder: Path, servers: Sequence[Servers], store: Path) -> None:
         self.folder = folder
         self.servers = list(servers)
+        self.store = store
         self.problems: list[str] = []
         self._served = 0
         self._later: tuple[float, Fault] | None = None
@@ -91,13 +95,17 @@ class Attendant:
         fault = Fault.model_validate_json(asked.read_text(encoding="utf-8"))
         self._served += 1
         before = len(self.problems)
-        if fault.still:
+        files = 0
+        if fault.files is not None:
+            files = damage_files(self.store, fault.files)
+        elif fault.still:
             self._each(lambda servers, name: servers.freeze(name))
             self._later = time.monotonic() + fault.still, fault
         else:
             self._do(fault)
         problem = "; ".join(self.problems[before:]) or None
-        replace(self.folder / f"{self._served}.done", json.dumps({"problem": problem}))
+        said = {"problem": problem, "files": files}
+        replace(self.folder / f"{self._served}.done", json.dumps(said))
 
     def close(self) -> None:
         """Let every server that stands still go on, at the end of the run."""
@@ -212,7 +220,10 @@ class Striking:
             if recorder.scheduler is not None:
                 recorder.scheduler.observer.outage = True
         assert self._desk is not None
-        self._desk.ask(fault)
+        count = self._desk.ask(fault)
+        if fault.files is not None and recorder is not None:
+            recorder.trace.damaged = bool(count)
+            recorder.trace.emit("store.damaged", what=fault.files, count=count)
 
 
 def _recorder() -> Recorder | None:

@@ -64,6 +64,8 @@ class Observer:
         self.on_lookup: Callable[[Any, Event], None] | None = None
         self.activity = 0
         """Counts the events that may shrink the store: forward passes, failed loads, resets."""
+        self.shares_store = False
+        """Whether other engines of the run have the same store, and may reset it."""
         self.outage = False
         """Whether content of the store may be lost at any time without notice."""
         self.received: list[str] = []
@@ -226,8 +228,11 @@ class Observer:
             known.allocated = True
             known.loading = is_async
         self.metadata.forget_offers(req)
-        if self._reset_seen and lookup is not None:
-            self._still_local(request, local)
+        if lookup is not None and self.shares_store:
+            # This engine may have copies of its own, which another one's reset does not reach.
+            self._kept(request, local + external)
+        elif lookup is not None and self._reset_seen:
+            self._kept(request, local)
         self.trace.emit(
             "alloc",
             req=req,
@@ -282,13 +287,15 @@ class Observer:
             for group, table in zip(groups, tables, strict=False)
         ]
 
-    def _still_local(self, request: Any, local: int) -> None:
-        """Note content that the engine's own cache kept over a reset, which may be saved again."""
+    def _kept(self, request: Any, end: int) -> None:
+        """Note content up to `end` that outlived a reset here, and may be saved again."""
         identity = self.view.identity(request.request_id)
         chain = ROOT
-        for position in range(local):
+        kept = []
+        for position in range(end):
             chain = extend(chain, request.all_token_ids[position], identity.extra(position))
-            self.memory.since_reset.add(chain)
+            kept.append(chain)
+        self.memory.kept(kept)
 
     # -- plans
     def planned(self, entry: Mapping[str, Any], slots: int | None) -> None:
@@ -471,8 +478,20 @@ class Observer:
         if call.result is not False:
             self.memory.reset(self.view.held_contents())
             self._reset_seen = True
-            self._losses += 1
-            self.activity += 1
+            self._lost()
+
+    def reset_elsewhere(self) -> None:
+        """Note that another engine has reset the store; this one's connector does not hear of it.
+
+        It may save again what its requests hold.
+        """
+        self.memory.kept(self.view.held_contents())
+        self._lost()
+
+    def _lost(self) -> None:
+        """Note that the store was emptied: less is found, and the same may be saved again."""
+        self._losses += 1
+        self.activity += 1
 
     def _emit_reset(self, phase: str, returned: Any) -> None:
         running = bool(self.view.scheduler.running)

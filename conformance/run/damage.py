@@ -2,31 +2,20 @@
 """Damage to what a connector has stored: its files in the run's directory, or its servers.
 
 The damage is done when the connector has been granted a load, so it has answered the lookup from a
-store that was whole. A file is replaced by a damaged one: who has the old one open, keeps it.
+store that was whole.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvconform.contract.steps import Damage
+from kvconform.contract.steps import NO_FILES, Damage
 from kvconform.contract.trace import Trace
 from kvconform.observe.call import Call
 from kvconform.observe.probe import Probe
+from kvconform.process.damaged import damage_files
 from kvconform.process.servers import Servers
-
-_FLIP = bytes(255 - byte for byte in range(256))
-
-DAMAGED: dict[str, Callable[[bytes], bytes | None]] = {
-    "removed": lambda data: None,
-    "truncated": lambda data: data[: len(data) // 2],
-    "longer": lambda data: data + b"\xa5" * 64,
-    "garbage": lambda data: data.translate(_FLIP),
-}
-"""What becomes of a file's content, by kind of damage; None: the file is removed."""
 
 
 @dataclass
@@ -52,7 +41,7 @@ class Damager:
         damage, self.armed = self.armed, None
         if damage.files is not None:
             count = damage_files(self.folder, damage.files)
-            lacks = "the connector keeps no files in {tmp} (extra_config)"
+            lacks = NO_FILES
         else:
             count = stop_servers()
             lacks = "the connector's settings declare no [[servers]]"
@@ -61,26 +50,6 @@ class Damager:
             self.trace.emit("store.damaged", what=damage.files or "stopped", count=count)
         else:
             self.lacks = lacks
-
-
-def damage_files(folder: Path, how: str) -> int:
-    """Damage every regular file below `folder` that is not empty; return their number."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
-    count = 0
-    for path in files:
-        data = path.read_bytes()
-        damaged = DAMAGED[how](data)
-        if not data and how != "removed":
-            continue
-        count += 1
-        if damaged is None:
-            path.unlink()
-            continue
-        other = path.with_name(f"{path.name}.damaged")
-        other.write_bytes(damaged)
-        os.chmod(other, path.stat().st_mode & 0o7777)
-        os.replace(other, path)
-    return count
 
 
 def stop_servers() -> int:

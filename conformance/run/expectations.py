@@ -427,19 +427,21 @@ class Reloads:
         blocks are held.
         """
         key = self.state.incarnation(source)
+        events = self.state.trace.events
+        engines = {e.get("on") for e in events}
         began = False  # the request has an allocation
-        kept = False  # the engine's cache survived a reset of the connector
+        kept: set[str | None] = set()  # engines whose caches survived a reset of a connector
         found = False
-        for e in self.state.trace.events:
+        for e in events:
             if e["kind"] == "cache.reset":
                 if e["phase"] == "returned" and e["returned"] is not False:
-                    kept = True
+                    kept = set(engines)
                     found = found or began
-                elif e["phase"] == "done":
-                    kept = kept and not e["returned"]
+                elif e["phase"] == "done" and e["returned"]:
+                    kept.discard(e.get("on"))
             elif e["kind"] == "alloc" and (e["req"], e["generation"]) == key:
                 began = True
-                found = found or (kept and e["local"] > 0)
+                found = found or (e.get("on") in kept and e["local"] > 0)
         return found
 
     def _final(self, name: str) -> int | None:

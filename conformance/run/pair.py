@@ -280,7 +280,8 @@ class PairDriver(Driver):
 
     def _start(self) -> Engine:
         self.roles: dict[str, str] = dict(self.variant.case.config.engines)
-        self.memories = {name: PartMemory(self.state.memory) for name in self.roles}
+        parts: list[PartMemory] = []
+        self.memories = {name: PartMemory(self.state.memory, parts) for name in self.roles}
         self.handovers = Handovers(self.trace, self)
         self.engines = {}
         self.engine_ids: dict[str, str] = {}
@@ -308,7 +309,17 @@ class PairDriver(Driver):
         delivery = None if engine.connector is None else bool(engine.connector.requires_kv_delivery)
         self.trace.emit("pair.engine", on=name, role=self.roles[name], delivery=delivery)
         self.handovers.listen(engine)
+        engine.observer.shares_store = True
+        engine.probe.on("reset_cache", after=lambda call: self._store_was_reset(engine, call))
         return engine
+
+    def _store_was_reset(self, by: Engine, call: Call) -> None:
+        """Let the observers of the other engines know: their connectors hear nothing of it."""
+        if call.error is not None or call.result is False:
+            return
+        for engine in self.engines.values():
+            if engine is not by:
+                engine.observer.reset_elsewhere()
 
     def savers(self) -> list[PartMemory]:
         """Return the memories of the engines that may save."""

@@ -43,6 +43,14 @@ class NoSalt(_PartialIdentity):
         return {"cache_salt": None}
 
 
+class JoinsNames(_PartialIdentity):
+    """Joins salt and adapter in the key without their lengths (B082)."""
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        adapter = request.lora_request.lora_name if request.lora_request else ""
+        return {"cache_salt": (request.cache_salt or "") + adapter, "lora_request": None}
+
+
 class NoAdapter(_PartialIdentity):
     """Omits the LoRA adapter from the key: KV of one adapter is served to another (B080)."""
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planted defects: engines that share what they store, and do not find it."""
+"""Planted defects: engines that share what they store, and do not find it, or find too much."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from kvconform.refimpl.cache.backend import Backend
 from kvconform.refimpl.cache.peers import Neighbours
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.defects.outage import TrustsServer
 from kvconform.refimpl.keys import digest
 from kvconform.refimpl.variants.neighbours import PeerToPeer
 
@@ -40,6 +41,25 @@ class RemembersPeers(PeerToPeer):
     """Asks other engines once for a chunk, and trusts that answer from then on."""
 
     backend_kind = _Remembers
+
+
+class RemembersStore(TrustsServer):
+    """Looks a chunk up until it is found, and trusts that until its own cache is reset."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._found: set[str] = set()
+
+    def _stored_prefix(self, request: Any) -> int:
+        keys = self._keys(request, [], request.num_tokens)
+        present = takewhile(lambda key: key in self._found or self._store.has(key), keys)
+        found = list(present)
+        self._found.update(found)
+        return len(found) * self.options.chunk_tokens
+
+    def reset_cache(self) -> bool | None:
+        self._found.clear()
+        return super().reset_cache()
 
 
 class KeysByEngine(ReferenceConnector):

@@ -73,7 +73,10 @@ def test_a_run_says_which_of_its_situations_are_beyond_vllm(
 def test_a_scenario_says_which_of_its_situations_are_beyond_vllm() -> None:
     runs = [run for each in load_spec().scenarios.values() for run in each.variants()]
     beyond = {run.case.id: run.beyond for run in runs if run.beyond}
-    assert beyond == {"pair.incomplete": ("incomplete-params",)}
+    assert beyond == {
+        "live.files-damaged": ("damage",),
+        "pair.incomplete": ("incomplete-params",),
+    }
 
 
 @pytest.mark.parametrize("vllm", [True, False])

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from kvconform.compat.vllm_api import model_path
 from kvconform.contract.events import PROVENANCE
 from kvconform.kernels.codes import CodeBook
-from kvconform.kv.provenance import Adapter, Chain, Diagnosis, Identity, Origin, Registry, diagnose
+from kvconform.kv.provenance import (
+    Adapter,
+    Chain,
+    Diagnosis,
+    Identity,
+    Memory,
+    Origin,
+    PartMemory,
+    Registry,
+    diagnose,
+)
 from kvconform.kv.rotary import BASE, turned
 
 BOOK = CodeBook(2, 2, 16)
@@ -382,3 +392,17 @@ def test_keys_are_turned_as_by_vllm() -> None:
         rotary = RotaryEmbedding(16, 16, 64, BASE, True, torch.float32)
         _, expected = rotary.forward_native(torch.tensor([5]), keys.clone(), keys.clone())
     np.testing.assert_allclose(turned(keys.numpy(), 5), expected.numpy(), atol=1e-5)
+
+
+def test_a_reset_is_of_what_one_engine_has_stored() -> None:
+    parts: list[PartMemory] = []
+    whole = Memory()
+    one, two = PartMemory(whole, parts), PartMemory(whole, parts)
+    one.computed([1, 2], [1, 2])
+    two.computed([3], [3])
+    one.reset(set())
+    assert one.since_reset == {3}, "the other engine may save again what it has computed"
+    assert two.since_reset == {1, 2, 3}, "the other engine has not been told of the reset"
+    two.computed([1], [1])
+    assert one.since_reset == {1, 3}
+    assert whole.ever == {1, 2, 3}

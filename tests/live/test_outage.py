@@ -22,6 +22,7 @@ from kvconform.config.settings import Settings
 from kvconform.contract.events import check_event
 from kvconform.contract.loader import SpecError, load_spec
 from kvconform.contract.scenario import Fault, Scenario, Start, lacking, spared
+from kvconform.contract.steps import NO_FILES
 from kvconform.live import engine, outage
 from kvconform.live.engine import make_run
 from kvconform.live.job import Ask, Play, plays
@@ -87,6 +88,8 @@ def asked(attendant: Attendant, *faults: Fault) -> list[str]:
     [
         ({"faults": [{"phase": "cold", "do": "pause"}]}, "`pause` needs `still`"),
         ({"faults": [{"phase": "cold", "do": "explode"}]}, "do"),
+        ({"faults": [{"phase": "cold", "do": "damage"}]}, "`damage` needs `files`"),
+        ({"faults": [{"phase": "cold", "do": "kill", "files": "longer"}]}, "nothing else has"),
         (
             {"faults": [{"phase": "cold", "do": "kill"}], "start": {"processes": True}},
             "start.processes false",
@@ -125,6 +128,7 @@ def test_what_the_settings_lack_is_said() -> None:
         and lacking([fault("kill")], [False]) is None
         and lacking([fault("clear")], [True]) is None
     )
+    assert lacking([fault("damage", files="removed")], []) is None
     assert "a server of its own" in str(lacking([fault("kill")], []))
     assert "`clear`" in str(lacking([fault("clear")], [True, False]))
 
@@ -136,6 +140,9 @@ def test_a_fault_that_never_struck_is_told() -> None:
         {"kind": "live.fault", "phase": "turn", "number": 0},
     ]
     assert spared(faults, struck) == ["the fault `restart` of phase reload never struck"]
+    damage = [fault("damage", files="removed")]
+    nothing = {"kind": "store.damaged", "what": "removed", "count": 0}
+    assert spared(damage, [struck[0], nothing]) == [NO_FILES]
 
 
 # -- the child asks, the parent does it
@@ -145,13 +152,13 @@ def test_a_server_is_killed_and_comes_back_empty(
     store.put(0, "key", "layer", b"bytes")
     store.commit(0, "key")
     assert store.has("key") and store.get("key", "layer") == b"bytes"
-    attendant = Attendant(tmp_path, [servers])
+    attendant = Attendant(tmp_path, [servers], tmp_path)
     assert asked(attendant, fault("kill")) == [""]
     assert not servers.all["store"].running and not store.has("key")
     assert isinstance(store.backend, Patient) and store.backend.is_silent
-    assert asked(Attendant(tmp_path / "no", [servers]), *[]) == []
+    assert asked(Attendant(tmp_path / "no", [servers], tmp_path), *[]) == []
     (tmp_path / "again").mkdir()
-    assert asked(Attendant(tmp_path / "again", [servers]), fault("restart")) == [""]
+    assert asked(Attendant(tmp_path / "again", [servers], tmp_path), fault("restart")) == [""]
     Patient.silent.clear()
     store.put(0, "other", "layer", b"bytes")
     store.commit(0, "other")
@@ -161,15 +168,24 @@ def test_a_server_is_killed_and_comes_back_empty(
 def test_a_server_forgets(servers: Servers, store: ChunkStore, tmp_path: Path) -> None:
     store.commit(0, "key")
     assert store.has("key")
-    assert asked(Attendant(tmp_path, [servers]), fault("clear")) == [""]
+    assert asked(Attendant(tmp_path, [servers], tmp_path), fault("clear")) == [""]
     assert not store.has("key") and servers.all["store"].running
+
+
+def test_files_of_the_connector_are_damaged(tmp_path: Path) -> None:
+    stored = tmp_path / "store"
+    stored.mkdir()
+    (stored / "chunk").write_bytes(b"\x01\x02")
+    attendant = Attendant(tmp_path, [], stored)
+    assert asked(attendant, fault("damage", files="garbage")) == [""]
+    assert (stored / "chunk").read_bytes() == b"\xfe\xfd"
 
 
 def test_a_pause_ends_by_itself_and_the_child_goes_on_meanwhile(
     servers: Servers, store: ChunkStore, tmp_path: Path
 ) -> None:
     store.commit(0, "key")
-    attendant, began = Attendant(tmp_path, [servers]), time.monotonic()
+    attendant, began = Attendant(tmp_path, [servers], tmp_path), time.monotonic()
     assert asked(attendant, fault("pause", still=4)) == [""]
     assert time.monotonic() - began < 3
     assert not store.has("key")  # no answer within the client's patience
@@ -182,7 +198,9 @@ def test_a_pause_ends_by_itself_and_the_child_goes_on_meanwhile(
 
 def test_one_fault_is_over_before_the_next_begins(servers: Servers, tmp_path: Path) -> None:
     server, began = servers.all["store"], time.monotonic()
-    assert asked(Attendant(tmp_path, [servers]), fault("kill", still=1.5), fault("restart")) == [
+    assert asked(
+        Attendant(tmp_path, [servers], tmp_path), fault("kill", still=1.5), fault("restart")
+    ) == [
         "",
         "",
     ]
@@ -192,7 +210,7 @@ def test_one_fault_is_over_before_the_next_begins(servers: Servers, tmp_path: Pa
 def test_whatever_stands_still_at_the_end_goes_on(
     servers: Servers, store: ChunkStore, tmp_path: Path
 ) -> None:
-    attendant = Attendant(tmp_path, [servers])
+    attendant = Attendant(tmp_path, [servers], tmp_path)
     assert asked(attendant, fault("pause", still=60)) == [""]
     attendant.close()
     store.commit(0, "key")
@@ -213,7 +231,7 @@ def test_a_server_that_cannot_come_back_is_the_harness_s_problem(
     server.spec = server.spec.model_copy(
         update={"command": ["{python}", "-c", "raise SystemExit(3)"]}
     )
-    attendant = Attendant(tmp_path, [servers])
+    attendant = Attendant(tmp_path, [servers], tmp_path)
     (heard,) = asked(attendant, fault("restart"))
     assert "server store" in heard and attendant.problems == [heard]
 
@@ -281,8 +299,9 @@ class Watched:
             )
         )
 
-    def ask(self, found: Fault) -> None:
+    def ask(self, found: Fault) -> int:
         self.asked.append(found.do)
+        return 3 if found.files else 0
 
 
 @pytest.fixture
@@ -309,6 +328,15 @@ def test_faults_strike_at_their_steps(watched: Watched) -> None:
     assert watched.asked == ["kill", "restart", "clear"] and watched.scheduler.observer.outage
     assert [(e["number"], e["running"]) for e in watched.events] == [(0, 0), (1, 3), (2, 3)]
     assert not [problem for event in watched.events for problem in check_event(event)]
+
+
+def test_what_is_loaded_from_damaged_files_counts_as_damaged(watched: Watched) -> None:
+    found = Striking("desk")
+    found.phase(phase(fault("damage", files="garbage")))
+    found.step(0, 0)
+    event = watched.events[-1]
+    assert (event["kind"], event["what"], event["count"]) == ("store.damaged", "garbage", 3)
+    assert watched.trace.damaged
 
 
 def test_before_a_load_means_one_that_the_engine_has_granted(watched: Watched) -> None:

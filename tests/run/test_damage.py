@@ -15,8 +15,8 @@ from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
 from kvconform.contract.steps import Damage
 from kvconform.judge.records import CaseReport
+from kvconform.process.damaged import DAMAGED, damage_files
 from kvconform.run.case import run_and_judge
-from kvconform.run.damage import DAMAGED, damage_files
 
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 CONTENT = bytes(range(200))

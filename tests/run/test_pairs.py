@@ -201,6 +201,17 @@ def test_parameters_travel_as_json(params: dict[str, Any], problem: str | None) 
         ({"steps": [{"restart": "engine"}]}, "not possible with several engines"),
         (
             {
+                "steps": [
+                    {"add": {"req": "a", "prompt": 3, "hand_over": True}},
+                    {"reset": {}},
+                    {"on": "d"},
+                    {"add": {"req": "b", "prompt": {"same": "a"}, "handed": "a"}},
+                ],
+            },
+            "`reset` of the connector is not possible with `handed`",
+        ),
+        (
+            {
                 "config": {},
                 "steps": [
                     {"add": {"req": "a", "prompt": 3}},
