@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 import shutil
@@ -135,8 +134,8 @@ def requirements(vllm: Part, rules: Parts, target: Target) -> list[str]:
 
 
 def ours() -> list[Requirement]:
-    """Return what kvconform requires, extras included."""
-    return [Requirement(each) for each in importlib.metadata.requires("kvconform") or ()]
+    """Return what kvconform requires."""
+    return [Requirement(each) for each in wheels.own_requirements()]
 
 
 def plain(requirement: Requirement) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import os
 import subprocess
@@ -151,11 +152,11 @@ def test_a_pack_runs_where_only_torch_is(index: str, tmp_path: Path) -> None:
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
-    assert "has no torch" in run(str(out), "unpack", code=1)
+    assert "has no torch" in run(str(out), "unpack", code=3)
     wheel(bare, "torch", "1.9", {})
     with zipfile.ZipFile(bare / "torch-1.9-py3-none-any.whl") as archive:
         archive.extractall(bare)
-    assert "torch 1.9 is too old" in run(str(out), "unpack", code=1)
+    assert "torch 1.9 is too old" in run(str(out), "unpack", code=3)
     (bare / "torch-1.9.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.11.0+cu130\n")
     assert run(str(out), "unpack").splitlines() == [
         f"export PYTHONPATH={out / launch.SITE}",
@@ -176,6 +177,58 @@ except RuntimeError as error:
     print(error)
 """
     assert "kvconform_none.deep.Thing was called" in run("-c", code)
+
+
+def test_a_pack_that_was_copied_in_part(
+    index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "pack"
+    packed(index, out)
+    monkeypatch.setattr(launch, "check", lambda manifest: None)
+    wheel = next(out.glob("numpy-*.whl"))
+    wheel.write_bytes(wheel.read_bytes()[:100])
+    with pytest.raises(launch.CannotUnpack, match=r"is damaged .* copy it again"):
+        launch.unpack(out)
+    wheel.unlink()
+    with pytest.raises(launch.CannotUnpack, match="has not the wheels that its pack.json names"):
+        launch.unpack(out)
+    assert [path.name for path in out.iterdir() if path.is_dir()] == []
+
+
+def test_two_processes_may_unpack_at_once(
+    index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "pack"
+    packed(index, out)
+    monkeypatch.setattr(launch, "check", lambda manifest: None)
+    extract = launch.extract
+    others: list[Path | int] = []
+
+    def slow(wheel: Path, site: Path) -> None:
+        if not others:
+            others.append(site)
+            monkeypatch.setattr(launch.os, "getpid", lambda: 1)
+            others.append(launch.unpack(out).stat().st_ino)
+        extract(wheel, site)
+
+    monkeypatch.setattr(launch, "extract", slow)
+    assert launch.unpack(out) == out / launch.SITE
+    assert (out / launch.SITE).stat().st_ino == others[1]
+    assert [path for path in out.iterdir() if path.is_dir()] == [out / launch.SITE]
+
+
+def test_a_checkout_is_packed_with_its_own_requirements(tmp_path: Path) -> None:
+    """An installed checkout has the metadata of the day on which it was installed."""
+    project = wheels.project()
+    assert project is not None
+    part = wheels.own(tmp_path)
+    assert part.requires == [Requirement(each) for each in project["dependencies"]]
+    with zipfile.ZipFile(part.path) as archive:
+        points = archive.read(f"kvconform-{part.version}.dist-info/entry_points.txt").decode()
+    found = configparser.ConfigParser()
+    found.read_string(points)
+    assert found["pytest11"]["kvconform"] == "kvconform.session.plugin"
+    assert found["console_scripts"]["kvconform"] == "kvconform.cli:main"
 
 
 def test_a_pack_for_another_python(index: str, tmp_path: Path) -> None:
