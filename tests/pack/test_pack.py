@@ -114,8 +114,25 @@ def test_a_target_that_cannot_be_packed_for(target: Target, sentence: str, tmp_p
 
 
 def test_a_release_that_pip_does_not_find(index: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"pip finds no wheel of vllm==9\.9"):
+    with pytest.raises(UsageError, match=r"pip finds no wheel of vllm==9\.9.*newest is 0\.32\.0"):
         build.build("9.9", tmp_path / "pack", TARGET, have={}, most=60, links=[index])
+    with pytest.raises(UsageError, match=r"no wheel of vllm==0\.32\.0.*no index, --find-links"):
+        build.build("0.32.0", tmp_path / "pack", TARGET, have={}, most=60)
+
+
+@pytest.mark.parametrize(
+    "vllm, most, sentence",
+    [
+        ("main", 60, "--vllm main is no release such as 0.32.0"),
+        ("0.10.2", 60, "--vllm 0.10.2 is too old: kvconform supports 0.11.2 to"),
+        ("0.32.0", 0, "--max-mb 0 is no size"),
+    ],
+)
+def test_what_cannot_be_packed_is_said_before_a_download(
+    vllm: str, most: float, sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        build.build(vllm, tmp_path / "pack", TARGET, have={}, most=most)
 
 
 def test_an_index_that_cannot_be_reached() -> None:
@@ -134,6 +151,9 @@ def test_have_takes_both_formats_of_pip(tmp_path: Path) -> None:
     file = tmp_path / "have"
     file.write_text("Package Version\n------- -----\nPyYAML  6.0\nnumpy==2.5.2\n", encoding="utf-8")
     assert build.read_have(file) == {"pyyaml": "6.0", "numpy": "2.5.2"}
+    file.write_bytes("numpy 2.5.2\n".encode("utf-16"))
+    with pytest.raises(UsageError, match="is no text in UTF-8"):
+        build.read_have(file)
     file.write_text("nothing\n", encoding="utf-8")
     with pytest.raises(UsageError, match="has no lines such as"):
         build.read_have(file)
