@@ -73,6 +73,8 @@ __all__ = [
     "SupportsHMA",
     "VllmConfig",
     "kv_transfer_state",
+    "init_none_hash",
+    "sha256",
     "torch",
 ]
 
