@@ -72,8 +72,8 @@ __all__ = [
     "SchedulerOutput",
     "SupportsHMA",
     "VllmConfig",
-    "kv_transfer_state",
     "init_none_hash",
+    "kv_transfer_state",
     "sha256",
     "torch",
 ]
