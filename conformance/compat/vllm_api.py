@@ -18,16 +18,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import kvconform.compat.quiet  # noqa: F401
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if not (shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()):
-    # Without a GPU, a CUDA build of vLLM finds no platform and refuses to build a configuration.
-    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
-
 import torch
+
+import kvconform.compat.environment  # noqa: F401
 
 # vLLM 0.17 looks this name up there, but newer releases of PyTorch have moved it.
 if not hasattr(torch._C._cpu, "_is_avx512_supported"):
@@ -79,7 +72,9 @@ __all__ = [
     "SchedulerOutput",
     "SupportsHMA",
     "VllmConfig",
+    "init_none_hash",
     "kv_transfer_state",
+    "sha256",
     "torch",
 ]
 

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine driven by hand: scheduler, ranks, workers, and both halves of the connector."""
 
-import kvconform.compat.quiet  # noqa: F401
+import kvconform.compat.environment  # noqa: F401

@@ -111,13 +111,14 @@ def no_vllm(setting: Setting) -> str | None:
 
 
 # -- the kernels
-def pytest_of(setting: Setting, *words: str) -> list[str]:
-    """Return the command that runs the kernels' tests, also where no pyproject.toml is."""
+def pytest_of(name: str, setting: Setting, *words: str) -> list[str]:
+    """Return a part's command that runs the kernels' tests, also where no pyproject.toml is."""
     assert setting.tests is not None
     rigs = setting.tests / "rigs"
     options = ("-c", os.devnull, "--rootdir", str(setting.tests), "--import-mode=importlib")
     plain = ("-q", "-p", "no:cacheprovider", "--noconftest", "-o", f"pythonpath={rigs}")
-    return python("pytest", *options, *plain, str(setting.tests / "kernels"), *words)
+    file = f"--junit-xml={report(name, setting)}"
+    return python("pytest", *options, *plain, file, str(setting.tests / "kernels"), *words)
 
 
 def no_tests(setting: Setting) -> str | None:
@@ -127,19 +128,30 @@ def no_tests(setting: Setting) -> str | None:
     return None
 
 
-def read_tests(setting: Setting) -> Reading:
-    """Read the numbers of tests by outcome, and the names of those that failed."""
-    file = setting.file("kernel-tests.xml")
-    if not file.exists():
-        return Reading()
-    [suite] = xml.parse(file).getroot().iter("testsuite")
-    numbers = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
-    bad = [
-        case.get("name", "")
-        for case in suite.iter("testcase")
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
-    return Reading(numbers, some(bad))
+def report(name: str, setting: Setting) -> Path:
+    """Return the file about the kernels' tests of a part."""
+    return setting.file(f"{name}.xml")
+
+
+def read_tests(name: str) -> Callable[[Setting], Reading]:
+    """Return the function that reads numbers of tests, and names of those that failed."""
+
+    def read(setting: Setting) -> Reading:
+        file = report(name, setting)
+        if not file.exists():
+            return Reading()
+        [suite] = xml.parse(file).getroot().iter("testsuite")
+        outcomes = ("tests", "failures", "errors", "skipped")
+        numbers = {outcome: int(suite.get(outcome, 0)) for outcome in outcomes}
+        bad = [
+            case.get("name", "")
+            for case in suite.iter("testcase")
+            if case.find("failure") is not None or case.find("error") is not None
+        ]
+        ran = numbers["tests"] > numbers["skipped"]
+        return Reading(numbers, some(bad) if ran else "all tests were skipped")
+
+    return read
 
 
 def bench(setting: Setting) -> list[list[str]]:
@@ -254,7 +266,7 @@ def sanitized(tool: str, *what: str) -> Callable[[Setting], list[list[str]]]:
         tested = (
             stream_runs(f"{tool}-cases", "cuda")(setting)
             if what == ("cases",)
-            else pytest_of(setting, "-k", ON_DEVICE)
+            else pytest_of(f"{tool}-kernels", setting, "-k", ON_DEVICE)
         )
         program = setting.sanitizer or "compute-sanitizer"
         return [[program, "--tool", tool, "--error-exitcode", "1", *tested]]
@@ -310,9 +322,9 @@ PARTS = (
     Part(
         "kernel-tests",
         "Tests of the kernels, compiled",
-        lambda setting: [pytest_of(setting, f"--junit-xml={setting.file('kernel-tests.xml')}")],
+        lambda setting: [pytest_of("kernel-tests", setting)],
         no_tests,
-        read_tests,
+        read_tests("kernel-tests"),
         lambda setting: {"TRITON_INTERPRET": "1"} if setting.emulated else {},
     ),
     Part("kernel-bench", "Benchmark of the kernels", bench, read=read_bench),
@@ -345,6 +357,7 @@ PARTS = (
             f"Tests of the kernels under {tool}",
             sanitized(tool),
             no_sanitizer(no_tests),
+            read_tests(f"{tool}-kernels"),
             environment=every_tensor_ends,
         )
         for tool in ("memcheck", "racecheck")

@@ -115,8 +115,9 @@ def run(
         found = one(part, setting, until)
         result.put(found)
         keep(result, setting)
-        reason = f", {found.reason}" if found.reason else ""
-        say(f"  {found.status} in {found.seconds:.0f} s{reason}")
+        took = "" if found.status == "not run" else f" in {found.seconds:.0f} s"
+        reason = f": {found.reason}" if found.reason else ""
+        say(f"  {found.status}{took}{reason}")
     return result
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 import shutil
@@ -18,6 +17,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from kvconform import files
+from kvconform.compat.installed import NEWEST, OLDEST
+from kvconform.contract.requirement import version_key
 from kvconform.errors import UsageError
 from kvconform.pack import fetch, launch, wheels
 from kvconform.pack.fetch import Target
@@ -68,7 +69,7 @@ def build(
     `have`: distributions of the target with their versions. `most`: megabytes. UsageError if the
     pack is larger, or if the folder is not its own.
     """
-    check(target, folder)
+    check(vllm, target, folder, most)
     rules = parts()
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
@@ -110,8 +111,14 @@ def build(
     return Pack(sorted(moved, key=lambda part: -part.size), size)
 
 
-def check(target: Target, folder: Path) -> None:
-    """UsageError if the target's Python is too old, or if `folder` holds something else."""
+def check(vllm: str, target: Target, folder: Path, most: float) -> None:
+    """UsageError for what cannot be packed, or if `folder` holds something else."""
+    if not re.fullmatch(r"\d+(\.\d+)+\S*", vllm):
+        raise UsageError(f"--vllm {vllm} is no release such as 0.32.0")
+    if version_key(vllm) < version_key(OLDEST):
+        raise UsageError(f"--vllm {vllm} is too old: kvconform supports {OLDEST} to {NEWEST}")
+    if not most > 0:
+        raise UsageError(f"--max-mb {most:g} is no size")
     if not re.fullmatch(r"3\.\d+", target.python):
         raise UsageError(f"--python {target.python} is no Python such as 3.12")
     if tuple(map(int, target.python.split("."))) < OLDEST_PYTHON:
@@ -135,8 +142,8 @@ def requirements(vllm: Part, rules: Parts, target: Target) -> list[str]:
 
 
 def ours() -> list[Requirement]:
-    """Return what kvconform requires, extras included."""
-    return [Requirement(each) for each in importlib.metadata.requires("kvconform") or ()]
+    """Return what kvconform requires."""
+    return [Requirement(each) for each in wheels.own_requirements()]
 
 
 def plain(requirement: Requirement) -> str:
@@ -178,6 +185,8 @@ def read_have(path: Path) -> dict[str, str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UsageError(f"--have {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--have {path} is no text in UTF-8") from None
     rows = (re.fullmatch(r"([A-Za-z0-9][\w.-]*)(?:\s+|==)(\d[^\s]*).*", line) for line in lines)
     found = {str(canonicalize_name(row[1])): row[2] for row in rows if row is not None}
     if not found:

@@ -92,7 +92,13 @@ def _problem(output: str, wanted: Sequence[str]) -> EnvironmentProblem | UsageEr
         sentence = "the package index cannot be reached; --find-links names a folder with wheels"
         return EnvironmentProblem(f"pip cannot download {wanted[0]}: {sentence}", output)
     if found := re.search(r"No matching distribution found for (\S+)", output):
-        sentence = "for this Python and platform (--python, --platform, --find-links)"
-        return UsageError(f"pip finds no wheel of {found[1]} {sentence}", output)
+        [*_, newest] = re.findall(r"\(from versions: (?:.*, )?(\S+)\)", output) or ["none"]
+        known = (
+            "where there is no index, --find-links names a folder with wheels"
+            if newest == "none"
+            else f"the newest is {newest} (--python and --platform name others)"
+        )
+        sentence = f"pip finds no wheel of {found[1]} for this Python and platform; {known}"
+        return UsageError(sentence, output)
     last = errors[-1].removeprefix("ERROR: ") if errors else "it says nothing"
     return EnvironmentProblem(f"pip cannot download {wanted[0]}: {last}", output)

@@ -22,6 +22,8 @@ MANIFEST = "pack.json"
 SITE = "site"
 TORCH = "torch"
 """What a target must have; builds of it for the CPU have no Triton."""
+ENVIRONMENT = 3
+"""kvconform's exit status for a fault of the environment."""
 STAND_IN = """\
 from kvconform.pack.stand_in import install
 
@@ -36,7 +38,7 @@ class CannotUnpack(Exception):
 def main(pack: Path, words: list[str]) -> None:
     """Unpack `pack` unless that is done, and pass `words` on to kvconform.
 
-    `unpack [DIR]` only unpacks. Replaces this process, or ends it.
+    `unpack [DIR]` only unpacks. Replaces this process, or ends it; status 3 if it cannot unpack.
     """
     try:
         if words[:1] == ["unpack"]:
@@ -44,7 +46,8 @@ def main(pack: Path, words: list[str]) -> None:
             return
         site = unpack(pack)
     except CannotUnpack as problem:
-        sys.exit(f"kvconform: {problem}")
+        print(f"kvconform: {problem}", file=sys.stderr)
+        sys.exit(ENVIRONMENT)
     through = shlex.join([Path(sys.executable).name, str(pack), "run"])
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {
@@ -82,35 +85,50 @@ def unpack(pack: Path, site: Path | None = None) -> Path:
     if not (pack / MANIFEST).is_file():
         raise CannotUnpack(f"{pack} is no pack: it has no {MANIFEST}")
     text = (pack / MANIFEST).read_text(encoding="utf-8")
-    stamp = site / MANIFEST
-    if stamp.is_file() and stamp.read_text(encoding="utf-8") == text:
-        return site
     manifest = json.loads(text)
     check(manifest)
+    if has(site, text):
+        return site
+    wheels = sorted(pack.glob("*.whl"))
+    if len(wheels) != len(manifest["parts"]):
+        raise CannotUnpack(f"{pack} has not the wheels that its {MANIFEST} names; copy it again")
     new = site.with_name(f".{site.name}.{os.getpid()}.new")
     try:
-        for wheel in sorted(pack.glob("*.whl")):
+        for wheel in wheels:
             extract(wheel, new)
         for module in manifest["stand_ins"]:
             if not (new / module).exists() and importlib.util.find_spec(module) is None:
                 (new / module).mkdir()
                 (new / module / "__init__.py").write_text(STAND_IN, encoding="utf-8")
         (new / MANIFEST).write_text(text, encoding="utf-8")
-        if stamp.is_file():
+        if (site / MANIFEST).is_file() and not has(site, text):
             shutil.rmtree(site)
         os.rename(new, site)
+    except zipfile.BadZipFile as error:
+        raise CannotUnpack(f"{pack} is damaged ({error}); copy it again") from None
     except OSError as error:
+        another_was_faster = has(site, text)
+        if not another_was_faster:
+            advice = "name another folder: unpack DIR"
+            raise CannotUnpack(f"{site} cannot be written ({error.strerror}); {advice}") from None
+    finally:
         shutil.rmtree(new, ignore_errors=True)
-        advice = "name another folder: unpack DIR"
-        raise CannotUnpack(f"{site} cannot be written ({error.strerror}); {advice}") from None
     return site
 
 
+def has(site: Path, manifest: str) -> bool:
+    """Return whether the pack with this manifest is unpacked in `site`."""
+    stamp = site / MANIFEST
+    return stamp.is_file() and stamp.read_text(encoding="utf-8") == manifest
+
+
 def check(manifest: dict) -> None:
-    """CannotUnpack if this Python is not the pack's, or if torch is missing or too old."""
+    """CannotUnpack if this Python is not the pack's, lacks lzma, or has no torch or an old one."""
     here = "{}.{}".format(*sys.version_info)
     if here != manifest["python"]:
         raise CannotUnpack(f"the pack is for Python {manifest['python']}, and this is {here}")
+    if importlib.util.find_spec("_lzma") is None:
+        raise CannotUnpack(f"{sys.executable} was built without lzma, which unpacking needs")
     for name, oldest in manifest["there"].items():
         try:
             version = importlib.metadata.version(name)

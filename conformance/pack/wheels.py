@@ -7,11 +7,12 @@ import base64
 import hashlib
 import importlib.metadata
 import os
+import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator
 from email.parser import Parser
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -81,7 +82,6 @@ def copy(part: Part, folder: Path) -> Part:
 
 def own(folder: Path) -> Part:
     """Write kvconform's wheel, from the files that this process imports, to `folder`."""
-    found = importlib.metadata.distribution("kvconform")
     version = kvconform.__version__
     information = f"kvconform-{version}.dist-info"
 
@@ -90,14 +90,41 @@ def own(folder: Path) -> Part:
             yield f"kvconform/{name}", path.read_bytes()
         for name, path in kernel_tests():
             yield f"{TESTS}/{name}", path.read_bytes()
-        # A checkout that is on the import path has PKG-INFO, with the same content.
-        metadata = found.read_text("METADATA") or found.read_text("PKG-INFO")
-        texts = {"METADATA": metadata, "entry_points.txt": found.read_text("entry_points.txt")}
-        for name, text in texts.items():
-            if text is not None:
-                yield f"{information}/{name}", text.encode("utf-8")
+        needs = (f"Requires-Dist: {each}\n" for each in own_requirements())
+        metadata = f"Metadata-Version: 2.1\nName: kvconform\nVersion: {version}\n{''.join(needs)}"
+        yield f"{information}/METADATA", metadata.encode("utf-8")
+        yield f"{information}/entry_points.txt", entry_points().encode("utf-8")
 
     return read(write(folder, "kvconform", version, entries()))
+
+
+def project() -> dict[str, Any] | None:
+    """Return the table `project` of the checkout that this process runs from; None without one.
+
+    An installed checkout has the metadata of the day on which it was installed.
+    """
+    file = Path(kvconform.__file__).resolve().parent.parent / "pyproject.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))["project"] if file.is_file() else None
+
+
+def own_requirements() -> list[str]:
+    """Return what kvconform requires; those of an installation include its extras."""
+    checkout = project()
+    if checkout is not None:
+        return list(checkout["dependencies"])
+    return importlib.metadata.requires("kvconform") or []
+
+
+def entry_points() -> str:
+    """Return the content of kvconform's `entry_points.txt`."""
+    checkout = project()
+    if checkout is None:
+        return importlib.metadata.distribution("kvconform").read_text("entry_points.txt") or ""
+    groups = {"console_scripts": checkout["scripts"], **checkout["entry-points"]}
+    return "\n".join(
+        f"[{group}]\n" + "".join(f"{name} = {place}\n" for name, place in points.items())
+        for group, points in groups.items()
+    )
 
 
 def kernel_tests() -> list[tuple[str, Path]]:

@@ -12,10 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
-
-from kvconform.compat.vllm_api import hook_classes
+from kvconform.compat.vllm_api import hook_classes, init_none_hash, sha256
 from kvconform.contract.case import Case, Variant
 from kvconform.contract.steps import forks
 from kvconform.errors import EnvironmentProblem

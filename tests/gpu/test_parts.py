@@ -86,6 +86,15 @@ def test_failed_tests_are_named(tmp_path: Path) -> None:
     assert reading.problem == "b[1]" and reading.figures["failures"] == 1
 
 
+def test_tests_that_were_all_skipped_do_not_pass(tmp_path: Path) -> None:
+    (tmp_path / "memcheck-kernels.xml").write_text(
+        '<testsuites><testsuite tests="2" failures="0" errors="0" skipped="2"/></testsuites>',
+        encoding="utf-8",
+    )
+    reading = named("memcheck-kernels").read(Setting(MACHINE, tmp_path))
+    assert reading.problem == "all tests were skipped"
+
+
 def test_a_statement_is_read(tmp_path: Path) -> None:
     (tmp_path / "gate-vllm").mkdir()
     said = {"verdict": "nonconformant", "passed": 3, "core": 9, "profile": "core"}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import os
 import subprocess
@@ -113,8 +114,25 @@ def test_a_target_that_cannot_be_packed_for(target: Target, sentence: str, tmp_p
 
 
 def test_a_release_that_pip_does_not_find(index: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"pip finds no wheel of vllm==9\.9"):
+    with pytest.raises(UsageError, match=r"pip finds no wheel of vllm==9\.9.*newest is 0\.32\.0"):
         build.build("9.9", tmp_path / "pack", TARGET, have={}, most=60, links=[index])
+    with pytest.raises(UsageError, match=r"no wheel of vllm==0\.32\.0.*no index, --find-links"):
+        build.build("0.32.0", tmp_path / "pack", TARGET, have={}, most=60)
+
+
+@pytest.mark.parametrize(
+    "vllm, most, sentence",
+    [
+        ("main", 60, "--vllm main is no release such as 0.32.0"),
+        ("0.10.2", 60, "--vllm 0.10.2 is too old: kvconform supports 0.11.2 to"),
+        ("0.32.0", 0, "--max-mb 0 is no size"),
+    ],
+)
+def test_what_cannot_be_packed_is_said_before_a_download(
+    vllm: str, most: float, sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        build.build(vllm, tmp_path / "pack", TARGET, have={}, most=most)
 
 
 def test_an_index_that_cannot_be_reached() -> None:
@@ -133,6 +151,9 @@ def test_have_takes_both_formats_of_pip(tmp_path: Path) -> None:
     file = tmp_path / "have"
     file.write_text("Package Version\n------- -----\nPyYAML  6.0\nnumpy==2.5.2\n", encoding="utf-8")
     assert build.read_have(file) == {"pyyaml": "6.0", "numpy": "2.5.2"}
+    file.write_bytes("numpy 2.5.2\n".encode("utf-16"))
+    with pytest.raises(UsageError, match="is no text in UTF-8"):
+        build.read_have(file)
     file.write_text("nothing\n", encoding="utf-8")
     with pytest.raises(UsageError, match="has no lines such as"):
         build.read_have(file)
@@ -151,11 +172,11 @@ def test_a_pack_runs_where_only_torch_is(index: str, tmp_path: Path) -> None:
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
-    assert "has no torch" in run(str(out), "unpack", code=1)
+    assert "has no torch" in run(str(out), "unpack", code=3)
     wheel(bare, "torch", "1.9", {})
     with zipfile.ZipFile(bare / "torch-1.9-py3-none-any.whl") as archive:
         archive.extractall(bare)
-    assert "torch 1.9 is too old" in run(str(out), "unpack", code=1)
+    assert "torch 1.9 is too old" in run(str(out), "unpack", code=3)
     (bare / "torch-1.9.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.11.0+cu130\n")
     assert run(str(out), "unpack").splitlines() == [
         f"export PYTHONPATH={out / launch.SITE}",
@@ -176,6 +197,58 @@ except RuntimeError as error:
     print(error)
 """
     assert "kvconform_none.deep.Thing was called" in run("-c", code)
+
+
+def test_a_pack_that_was_copied_in_part(
+    index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "pack"
+    packed(index, out)
+    monkeypatch.setattr(launch, "check", lambda manifest: None)
+    wheel = next(out.glob("numpy-*.whl"))
+    wheel.write_bytes(wheel.read_bytes()[:100])
+    with pytest.raises(launch.CannotUnpack, match=r"is damaged .* copy it again"):
+        launch.unpack(out)
+    wheel.unlink()
+    with pytest.raises(launch.CannotUnpack, match="has not the wheels that its pack.json names"):
+        launch.unpack(out)
+    assert [path.name for path in out.iterdir() if path.is_dir()] == []
+
+
+def test_two_processes_may_unpack_at_once(
+    index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "pack"
+    packed(index, out)
+    monkeypatch.setattr(launch, "check", lambda manifest: None)
+    extract = launch.extract
+    others: list[Path | int] = []
+
+    def slow(wheel: Path, site: Path) -> None:
+        if not others:
+            others.append(site)
+            monkeypatch.setattr(launch.os, "getpid", lambda: 1)
+            others.append(launch.unpack(out).stat().st_ino)
+        extract(wheel, site)
+
+    monkeypatch.setattr(launch, "extract", slow)
+    assert launch.unpack(out) == out / launch.SITE
+    assert (out / launch.SITE).stat().st_ino == others[1]
+    assert [path for path in out.iterdir() if path.is_dir()] == [out / launch.SITE]
+
+
+def test_a_checkout_is_packed_with_its_own_requirements(tmp_path: Path) -> None:
+    """An installed checkout has the metadata of the day on which it was installed."""
+    project = wheels.project()
+    assert project is not None
+    part = wheels.own(tmp_path)
+    assert part.requires == [Requirement(each) for each in project["dependencies"]]
+    with zipfile.ZipFile(part.path) as archive:
+        points = archive.read(f"kvconform-{part.version}.dist-info/entry_points.txt").decode()
+    found = configparser.ConfigParser()
+    found.read_string(points)
+    assert found["pytest11"]["kvconform"] == "kvconform.session.plugin"
+    assert found["console_scripts"]["kvconform"] == "kvconform.cli:main"
 
 
 def test_a_pack_for_another_python(index: str, tmp_path: Path) -> None:
