@@ -133,7 +133,8 @@ class LayerwiseTransfer(_Pages):
     """Transfer layer by layer, like LMCache's VLLMPagedMemLayerwiseGPUConnector.
 
     LMCache drives its two generators. All slots of a chunk are written, also those that are cached
-    locally.
+    locally. As there, the layers are as many as LMCache counts, and IndexError is raised if the
+    engine has registered fewer.
     """
 
     def batched_to_gpu(
@@ -147,10 +148,10 @@ class LayerwiseTransfer(_Pages):
         last = starts
         pages = self._pages(kwargs)
         slots = kwargs["slot_mapping"]
-        for layer in pages:
+        for layer in range(self.layers):
             chunks = yield
             for start, end, chunk in zip(first, last, chunks, strict=True):
-                layer.write(
+                pages[layer].write(
                     slots[start:end], chunk.tensor.view(end - start, self.kinds, self.hidden)
                 )
         yield
@@ -160,9 +161,10 @@ class LayerwiseTransfer(_Pages):
         self, memory_objs: Any, starts: list[int], ends: list[int], **kwargs: Any
     ) -> Generator[None, None, None]:
         """Fill memory_objs[layer][chunk], one layer per step; yields layers + 1 times."""
-        for layer, chunks in zip(self._pages(kwargs), memory_objs, strict=True):
-            for start, end, chunk in zip(starts, ends, chunks, strict=True):
-                rows = layer.read(kwargs["slot_mapping"][start:end])
+        pages = self._pages(kwargs)
+        for layer in range(self.layers):
+            for start, end, chunk in zip(starts, ends, memory_objs[layer], strict=True):
+                rows = pages[layer].read(kwargs["slot_mapping"][start:end])
                 chunk.tensor.copy_(rows.view(chunk.tensor.shape))
                 if self.format is not None:
                     chunk.metadata.fmt = self.format

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields
 from enum import Enum
 from typing import Any
@@ -67,10 +68,18 @@ def make_latent(config: Any) -> None:
 def make_mtp(config: Any) -> None:
     """Let the drafter of `config` be layers of the model that predict later tokens (MTP).
 
-    vLLM then takes the last block of a local hit for too uncertain, and recomputes it. Changes
-    `config`.
+    vLLM then takes the last block of a local hit for too uncertain, and recomputes it. The drafter
+    has one layer. Changes `config`.
     """
     config.speculative_config.method = "mtp"
+    draft = copy.copy(config.model_config)
+    if hasattr(draft, "model_arch_config"):
+        draft.model_arch_config = copy.copy(draft.model_arch_config)
+        draft.model_arch_config.total_num_hidden_layers = 1
+    else:
+        draft.hf_text_config = copy.copy(draft.hf_text_config)
+        draft.hf_text_config.num_hidden_layers = 1
+    config.speculative_config.draft_model_config = draft
 
 
 def _spec(group: Group, head_dim: int, heads: int, dtype: torch.dtype) -> Any:

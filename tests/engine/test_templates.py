@@ -11,6 +11,9 @@ import pytest
 from core_rig import ROUND_TRIP, run_case, select
 from kvconform.compat import vllm_api
 from kvconform.compat.vllm_api import SupportsHMA
+from kvconform.config.target import Target
+from kvconform.contract.case import Variant
+from kvconform.contract.loader import load_spec
 from kvconform.engine import configs
 from kvconform.refimpl import faulty
 from kvconform.refimpl.connector import Finish, ReferenceConnector
@@ -150,3 +153,13 @@ def test_nothing_is_taken_or_kept_while_a_fault_is_planted(
     assert configs.cached_config(key, transfer("a"), make) is made[2], (
         "and what was kept is not the fault's"
     )
+
+
+def test_a_drafter_of_one_layer_counts_beside_the_layers_of_the_model(tmp_path: Path) -> None:
+    case = load_spec().cases["speculation.drafter"]
+    variant = Variant(case, "vllm", "sync", "v1", 1, case.config.block_size)
+    config = configs.build_config(variant, Target(None), tmp_path, with_connector=False)
+    speculative = config.speculative_config
+    models = (config.model_config, speculative.draft_model_config)
+    layers = [model.get_num_layers(config.parallel_config) for model in models]
+    assert speculative.use_eagle() and layers == [2, 1]
