@@ -127,7 +127,8 @@ class Driver:
         """How often a session got more input, or was ended."""
         self._threads_before = frozenset(threading.enumerate())
         self.hurried = False
-        """Whether the local cache was dropped while connectors may have been storing."""
+        """Whether stored content was asked for while connectors may have been storing."""
+        self._rested = -1
         self.expectations = Expectations(self.state, self._free_blocks)
         self.engine = self._start()
         self._operations = self._table()
@@ -290,6 +291,7 @@ class Driver:
         )
         state.reloads.pop(req_id, None)
         if add.reloads:
+            self._let_store()
             state.reloads[req_id] = Reload(add.reloads)
         request = build_request(
             req_id,
@@ -456,10 +458,17 @@ class Driver:
             self.engine.land()
 
     def _drop_local(self, _: Any) -> None:
+        self._let_store()
+        self.engine.reset(running=False, connector=False)
+
+    def _let_store(self) -> None:
+        """Let the connector store what it has taken, in an unhurried run; once between two steps."""
+        if self.trace.step == self._rested:
+            return
+        self._rested = self.trace.step
         if self.relation == "unhurried":
             time.sleep(WAIT * self.target.stall_seconds)
         self.hurried = self.hurried or self.may_work()
-        self.engine.reset(running=False, connector=False)
 
     def _reset(self, reset: Reset) -> None:
         self.engine.reset(running=reset.running, connector=reset.connector)
