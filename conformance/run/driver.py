@@ -462,7 +462,7 @@ class Driver:
         self.engine.reset(running=False, connector=False)
 
     def _let_store(self) -> None:
-        """Let the connector store what it has taken, in an unhurried run; once between two steps."""
+        """Let the connector store what it has taken, once between two steps of an unhurried run."""
         if self.trace.step == self._rested:
             return
         self._rested = self.trace.step
