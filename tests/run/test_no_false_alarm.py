@@ -21,7 +21,6 @@ from kvconform.contract.loader import load_spec
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.defects.losses import StoresEveryStep
-from kvconform.refimpl.variants.habits import RefusesLatentLayers
 from kvconform.refimpl.variants.saving import WholeChunks
 from kvconform.run.calibration import takes_every_stage
 from kvconform.run.case import run_and_judge
@@ -189,7 +188,10 @@ def test_a_refusal_in_a_sentence_is_no_failure(tmp_path: Path) -> None:
 def test_a_refusal_before_a_restart_is_no_failure(kind: str, tmp_path: Path) -> None:
     steps: Steps = [*STORED, {"restart": kind}, {"add": ASK}, RUN]
     restarts = make_case(steps, config={"groups": ["latent"]})
-    report = judged(RefusesLatentLayers, restarts, tmp_path, layerwise=True)
+    refuses = "kvconform.refimpl.variants.habits:RefusesLatentLayers"
+    target = Target(refuses, {"store": "{tmp}", "layerwise": True})
+    variant = Variant(restarts, "vllm", "sync", "v1", 1, restarts.config.block_size)
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "run")
     assert report.harness_error is None
     refused = "the connector refuses groups ['latent']: layer-wise transfers are not supported"
     assert {(row.verdict, row.message) for row in report.rows} == {
