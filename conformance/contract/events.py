@@ -286,8 +286,8 @@ _kind(
     "on:str req:str generation:int of:str stale:str aborted:bool offered:int local:int "
     "promised:int loaded:int wrong:bool failed:bool held:bool released:int gone:bool early:bool",
     "At the end, for a request that was handed parameters: the fate of the KV they refer "
-    "to; gone = released before it was loaded, or, if nothing was, before the request came; "
-    "early = released before the request was granted a load, or, without one, before it came.",
+    "to; early = released before the request was granted a load, or, without one, before it came; "
+    "gone = early, or released before a load that failed was due.",
 )
 
 # -- hooks: what the probe sees
