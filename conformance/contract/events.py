@@ -96,6 +96,7 @@ PROVENANCE = (
     "on_failed_load",
     "poison",
     "other_request",
+    "other_tokens",
     "other_identity",
     "other_prefix",
     "old_position",
@@ -111,7 +112,11 @@ PROVENANCE = (
     "head_swapped",
     "unknown",
 )
-"""What a wrong byte was found to be (`kv.wrong.found`): a closed, disjoint list."""
+"""What a wrong byte was found to be (`kv.wrong.found`): a closed, disjoint list.
+
+`other_request` is KV of the next owner of a block that had held what is wanted. `other_tokens` is
+KV of another request without such a block.
+"""
 
 EVENTS: dict[str, Kind] = {}
 
