@@ -96,6 +96,7 @@ PROVENANCE = (
     "on_failed_load",
     "poison",
     "other_request",
+    "other_tokens",
     "other_identity",
     "other_prefix",
     "old_position",
@@ -111,7 +112,11 @@ PROVENANCE = (
     "head_swapped",
     "unknown",
 )
-"""What a wrong byte was found to be (`kv.wrong.found`): a closed, disjoint list."""
+"""What a wrong byte was found to be (`kv.wrong.found`): a closed, disjoint list.
+
+`other_request` is KV of the next owner of a block that had held what is wanted. `other_tokens` is
+KV of another request without such a block.
+"""
 
 EVENTS: dict[str, Kind] = {}
 
@@ -286,8 +291,8 @@ _kind(
     "on:str req:str generation:int of:str stale:str aborted:bool offered:int local:int "
     "promised:int loaded:int wrong:bool failed:bool held:bool released:int gone:bool early:bool",
     "At the end, for a request that was handed parameters: the fate of the KV they refer "
-    "to; gone = released before it was loaded, or, if nothing was, before the request came; "
-    "early = released before the request was granted a load, or, without one, before it came.",
+    "to; early = released before the request was granted a load, or, without one, before it came; "
+    "gone = early, or released before a load that failed was due.",
 )
 
 # -- hooks: what the probe sees

@@ -127,6 +127,7 @@ class Worker:
     ):
         self.cache = cache
         self.registry = registry
+        self.pool = registry.new_pool()
         self.trace = trace
         self.oracle = oracle
         self.batch = batch
@@ -153,7 +154,7 @@ class Worker:
             for each in fresh:
                 self._poison([each])
             return
-        contents = [self.registry.poison(block, owner) for block, owner in fresh]
+        contents = [self.registry.poison(block, owner, self.pool) for block, owner in fresh]
         content = Content.of(self.cache.book, np.array(contents, dtype=np.uint64))
         blocks = np.array([block for block, _ in fresh], dtype=np.int64)
         groups = self.cache.group_of[blocks]
@@ -201,6 +202,7 @@ class Worker:
             content = row.content()
             contents.append(content)
             chain = row.state.chain
+            self.registry.computes(chain)
             for offset, value in enumerate(content.tolist()):
                 pos = row.start + offset
                 if pos < row.known:

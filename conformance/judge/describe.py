@@ -69,7 +69,7 @@ def _wrong(e: Event) -> str:
     side = {"k": "K", "v": "V", "both": "K and V"}[e["kv"]]
     memory = f"{_layer(e)}, block {e['block']}, {_VIA[e['via']]}"
     found = e["found"].replace("_", " ")
-    if e["found"] in ("other_request", "other_prefix", "old_position"):
+    if e["found"] in ("other_request", "other_tokens", "other_prefix", "old_position"):
         found = _FOUND[e["found"]]
     text = f"{side} of {where} of request {e['req']} ({memory}) hold {found}: {e['origin']}"
     return f"after damage to what was stored, {text}" if e.get("damaged") else text
@@ -727,6 +727,7 @@ _FOUND = {
     "poison": "memory that had been wiped",
     "torn": "KV that is half old and half new",
     "other_request": "KV of another request",
+    "other_tokens": "KV of other tokens",
     "other_position": "KV of other positions",
     "other_layer": "KV of another layer",
     "other_group": "KV of another KV cache group",

@@ -267,6 +267,9 @@ class Registry:
         self._order: list[int] = []
         self._poisons = 0
         self._latest: dict[tuple[str, int | None], int] = {}
+        self._pools = 0
+        self._owners: dict[tuple[int, int], list[str]] = {}
+        self._chains: dict[tuple[str, int], Chain] = {}
 
     def note(self, content: int, origin: Origin) -> None:
         """Note the origin of a content id. The first one stays, but a draft may become a token."""
@@ -277,8 +280,18 @@ class Registry:
         elif known.kind == "draft" and origin.kind == "token":
             self.origins[content] = origin
 
-    def poison(self, block: int, owner: str) -> int:
-        """Return a new content id for the poison of a block that is handed out to `owner`."""
+    def new_pool(self) -> int:
+        """Return the number of one more pool of blocks."""
+        self._pools += 1
+        return self._pools
+
+    def computes(self, chain: Chain) -> None:
+        """Note that an incarnation of a request computes KV."""
+        self._chains[chain.req, chain.generation] = chain
+
+    def poison(self, block: int, owner: str, pool: int = 0) -> int:
+        """Return a new content id for the poison of a block of `pool` handed out to `owner`."""
+        self._owners.setdefault((pool, block), []).append(owner)
         self._poisons += 1
         content = mix64(0xDEAD0000 + self._poisons)
         self.note(content, Origin("poison", owner, 0, block))
@@ -294,6 +307,34 @@ class Registry:
     def poison_of(self, owner: str, block: int | None) -> int:
         """Return the latest poison of a block that was handed out to `owner`; -1 without one."""
         return self._latest.get((owner, block), -1)
+
+    def changed_hands(self, wanted: int, held: int) -> bool:
+        """Return whether a block went from a request with the KV `wanted` to another with `held`.
+
+        A read that comes too late, or uses an outdated table, may find `held` then.
+        """
+        before = self._having(wanted)
+        after = self._having(held)
+        for owners in self._owners.values():
+            earlier: set[str] = set()
+            for owner in owners:
+                if owner in after and earlier - {owner}:
+                    return True
+                if owner in before:
+                    earlier.add(owner)
+        return False
+
+    def _having(self, content: int) -> set[str]:
+        """Return the requests whose KV a content id is."""
+        found = {req for (req, _), chain in self._chains.items() if content in chain.ids}
+        if content in self.origins:
+            found.add(self.origins[content].req)
+        return found
+
+    def is_of(self, content: int, origin: Origin) -> bool:
+        """Return whether a content id is KV of the same incarnation of a request as `origin`."""
+        chain = self._chains.get((origin.req, origin.generation))
+        return chain is not None and content in chain.ids
 
     def decode(self, fingerprint: int) -> tuple[int, int, int, int] | None:
         """Return (content id, layer, kv, head) of a fingerprint; None if it was never written.
@@ -407,7 +448,7 @@ def diagnose(
         if reader.ids[pos] not in registry.origins:
             words += ", which it never did"
         return Diagnosis("never_computed", side, words, origin.req)
-    name = _classify(origin, content, reader, pos, loading, turned_back is not None)
+    name = _classify(registry, content, reader, pos, loading, turned_back is not None)
     if name == "other_prefix" and rotary and turned_back is None and origin.pos != pos:
         name = "old_position"
     words = str(origin)
@@ -452,8 +493,9 @@ def _computed_by(registry: Registry, reader: Chain, pos: int) -> set[str]:
 
 
 def _classify(
-    origin: Origin, content: int, reader: Chain, pos: int, loading: bool, is_moved: bool
+    registry: Registry, content: int, reader: Chain, pos: int, loading: bool, is_moved: bool
 ) -> str:
+    origin = registry.origins[content]
     if origin.kind == "poison":
         return "not_yet_loaded" if loading else "poison"
     if origin.kind == "draft":
@@ -471,4 +513,9 @@ def _classify(
         return "past_end"
     if same_token:
         return "other_prefix"
-    return "stale_generation" if origin.req == reader.req else "other_request"
+    if origin.req == reader.req:
+        return "stale_generation"
+    if registry.changed_hands(reader.ids[pos], content):
+        return "other_request"
+    # The request whose KV was wanted, too, has this at another position: behind the prompt, maybe.
+    return "other_position" if registry.is_of(reader.ids[pos], origin) else "other_tokens"

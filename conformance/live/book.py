@@ -208,7 +208,7 @@ class Book:
             return "other_position", origin
         if record.plain in [plain for _, plain in contents]:
             return "other_identity", origin
-        return "other_request", origin
+        return "other_tokens", origin
 
     def _poison(self, blocks: list[Poisoned], content: int) -> tuple[str, str]:
         """Return what poison is that was loaded as `content`, and in words where it comes from.

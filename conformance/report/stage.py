@@ -35,7 +35,7 @@ _STAGES: tuple[tuple[Stage, tuple[str, ...]], ...] = (
     (Stage.END, ("run.quiesces", "end.", *AT_THE_END)),
     (Stage.TOKENS, ("compose.", "multi.as-alone", "live.tokens", "live.likelihood")),
     (Stage.ANNOUNCED, ("events.", "save.completeness", "save.as-plain", "restart.keeps")),
-    (Stage.ANNOUNCED, ("lookup.truth",)),
+    (Stage.ANNOUNCED, ("lookup.truth", "transfer.delivered")),
     (Stage.CACHE, ("cache.", "identity.")),
     (Stage.FORM, ("stats.", "handshake.", "finish.", "lookup.sources-add-up", "ranks.engine-id")),
     (Stage.FORM, ("api.", "lifecycle.threads-end", "lifecycle.shutdown")),

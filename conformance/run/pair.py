@@ -223,6 +223,10 @@ class Handovers:
         came = next((e["seq"] for e in (*dues, *mine)), math.inf)
         # A producer may have read it all, and report, before the consumer's engine hears of it.
         asked = next((e["seq"] for e in grants if e["external"]), came)
+        # A push, or a pull that is reported later, is over before the load is due. So a release
+        # up to then says nothing, except where the load failed.
+        lost = next((e["seq"] for e in dues if e["transfer"] in failed), -1)
+        early = bool(reports) and reports[0] < asked
         wrong = [e for e in dues if (e["missing"] and not e["reported_failed"]) or e["wrong"]]
         self.trace.emit(
             "pair.request",
@@ -240,8 +244,8 @@ class Handovers:
             failed=any(e["transfer"] in failed for e in dues),
             held=any(e["kind"] == "hold" for e in sends),
             released=len(released),
-            gone=bool(reports) and reports[0] < came,
-            early=bool(reports) and reports[0] < asked,
+            gone=early or (bool(reports) and reports[0] < lost),
+            early=early,
         )
 
 

@@ -97,14 +97,24 @@ def past_end(world: World) -> np.ndarray:
     return world.row(longer.ids[-1])
 
 
+def other_request(world: World) -> np.ndarray:
+    """KV of `b`, to which a block of the reader went."""
+    world.registry.computes(world.reader)
+    world.registry.poison(9, "a", pool=1)
+    world.registry.poison(9, "b", pool=1)
+    return other_tokens(world)
+
+
+def other_tokens(world: World) -> np.ndarray:
+    return world.row(world.chain("b", 0, [1, 2, 3, 4]).ids[3])
+
+
 CASES: dict[str, tuple[Wrong, tuple[str, ...]]] = {
     "never_computed": (lambda w: np.zeros((2, 32), dtype=np.float32), ("never written",)),
     "poison": (lambda w: w.row(w.registry.poison(9, "z")), ("block 9",)),
     "not_yet_loaded": (lambda w: w.row(w.registry.poison(9, "a")), ("block 9",)),
-    "other_request": (
-        lambda w: w.row(w.chain("b", 0, [1, 2, 3, 4]).ids[3]),
-        ("token 4", "position 3", "request b"),
-    ),
+    "other_request": (other_request, ("token 4", "position 3", "request b")),
+    "other_tokens": (other_tokens, ("token 4", "position 3", "request b")),
     "other_identity": (
         lambda w: w.row(w.chain("b", 0, TOKENS).ids[3]),
         ("token 14", "position 3", "request b"),
@@ -141,6 +151,39 @@ def test_every_name_of_the_closed_list_has_a_case() -> None:
     assert set(CASES) == set(PROVENANCE)
 
 
+@pytest.mark.parametrize(
+    "handed_out",
+    [
+        [(1, 9, "b"), (1, 9, "a")],
+        [(1, 9, "a"), (2, 9, "b")],
+        [(1, 9, "a"), (1, 8, "b")],
+        [(1, 9, "a"), (1, 9, "c"), (1, 8, "b")],
+        [(1, 9, "b"), (1, 9, "b")],
+    ],
+    ids=["before", "of another engine", "another block", "to a third request", "its own again"],
+)
+def test_a_block_changes_hands_only_from_one_with_the_kv(
+    handed_out: list[tuple[int, int, str]],
+) -> None:
+    world = World()
+    world.registry.computes(world.reader)
+    for pool, block, owner in handed_out:
+        world.registry.poison(block, owner, pool)
+    assert world.diagnose(other_tokens(world)).found == "other_tokens"
+
+
+def test_what_follows_the_wanted_kv_in_another_request_is_kv_of_another_position() -> None:
+    """A producer's own output, where its consumer wants the prompt, and still holds the blocks."""
+    world = World()
+    producer = world.chain("p", 0, [*TOKENS, 31, 32], "salt")
+    world.registry.computes(producer)
+    held = world.diagnose(world.row(producer.ids[7]))
+    assert (held.found, held.req, held.pos) == ("other_position", "p", 7)
+    world.registry.poison(9, "a", pool=1)
+    world.registry.poison(9, "p", pool=1)
+    assert world.diagnose(world.row(producer.ids[7])).found == "other_request"
+
+
 def test_poison_of_the_destination_is_what_the_load_has_not_written() -> None:
     """Whole or in part; older poison of the block, and that of others, came from elsewhere."""
     world = World()
@@ -171,6 +214,7 @@ def test_bytes_get_their_name_and_their_origin_told(name: str) -> None:
 
 COMPUTED_FOR = {
     "other_request": ("b", 3),
+    "other_tokens": ("b", 3),
     "other_identity": ("b", 3),
     "other_prefix": ("b", 3),
     "old_position": ("b", 1),

@@ -340,7 +340,7 @@ def test_what_was_computed_upon_wrong_kv_is_no_failure_of_its_own() -> None:
     assert before
 
 
-@pytest.mark.parametrize("is_known, found", [(True, "other_request"), (False, "unknown")])
+@pytest.mark.parametrize("is_known, found", [(True, "other_tokens"), (False, "unknown")])
 def test_a_spoiled_block_excuses_no_other_content(is_known: bool, found: str) -> None:
     """Its first layer is that of the right block, which does not depend on other KV."""
     book = Book()
@@ -391,14 +391,14 @@ def test_poison_that_filled_two_blocks(poisoned: list[Poisoned], found: str, own
     )
 
 
-def test_other_identity_and_other_request_are_told_apart() -> None:
+def test_other_identity_and_other_tokens_are_told_apart() -> None:
     book = Book()
     book.enter(200, 1000, "salted", 0, kv(20))  # the tokens of CONTENTS[0], under a salt
     book.enter(300, 3000, "else", 0, kv(30))
     book.enter(*CONTENTS[0], "a", 0, kv(0))
     assert book.compare(kv(20), CONTENTS, 0).found == "other_identity"
-    assert book.compare(kv(30), CONTENTS, 0).found == "other_request"
-    assert book.compare(kv(30) * 1.001, CONTENTS, 0).found == "other_request"
+    assert book.compare(kv(30), CONTENTS, 0).found == "other_tokens"
+    assert book.compare(kv(30) * 1.001, CONTENTS, 0).found == "other_tokens"
 
 
 def test_every_version_that_was_computed_is_right() -> None:

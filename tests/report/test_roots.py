@@ -45,6 +45,11 @@ def test_a_save_explains_the_load_that_shows_it_although_the_load_came_first() -
     assert shape(roots(rows)) == [("save.owned", ["load.position"], [])]
 
 
+def test_wrong_bytes_explain_that_nothing_good_was_delivered() -> None:
+    rows = [row("transfer.delivered", event=9), row("load.position", event=7)]
+    assert shape(roots(rows)) == [("load.position", ["transfer.delivered"], [])]
+
+
 def told(requirement: str, case: str, side: str, outdated: tuple[str, int] | None) -> Row:
     """A failure whose bytes the block tables explain."""
     found = row(requirement, case, cause=f"{requirement} told")

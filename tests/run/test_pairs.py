@@ -360,3 +360,60 @@ def test_what_a_router_has_to_do_is_found_out(tmp_path: Path) -> None:
     routed = hand_over(Target(ROUTED, {}, router=ROUTER), tmp_path / "routed")
     assert routed == HandOver(hands_over=True, notes=True, partial=False)
     assert hand_over(Target(ROUTED, {}), tmp_path / "unrouted") == NOTHING
+
+
+class Eager(Peer):
+    """Reads at once, as the target of a push is written at once, and reports it two steps later.
+
+    So the producer's report of the release comes before the consumer's load is due.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._arrived: list[tuple[int, str]] = []
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent, received = super().get_finished(finished_req_ids)
+        waiting = self._arrived + [(2, req) for req in received or ()]
+        self._arrived = [(left - 1, req) for left, req in waiting if left]
+        return sent, {req for left, req in waiting if not left} or None
+
+
+class EagerFromTheEnd(Eager):
+    """Reads the blocks in reverse order, while they are held."""
+
+    def _copy(self, pull: Pull, offer: Offer) -> None:
+        super()._copy(pull, Offer(offer.req, offer.blocks[::-1], offer.left))
+
+
+def released_before_due(connector: type[Peer], tmp: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the pair.request event, and the verdicts of the requirements on it."""
+    variant = variants(SPEC.cases["transfer.prompt"])[0]
+    name = f"{__name__}:{connector.__name__}"
+    report = run_and_judge(variant, Target(name, {}), SPEC, seed=0, tmp=tmp)
+    request = next(e for e in report.trace if e["kind"] == "pair.request" and e["held"])
+    dues = [e for e in report.trace if e["kind"] == "load.due" and e["req"] == request["req"]]
+    reports = [
+        e
+        for e in report.trace
+        if e["kind"] == "transfer.reported"
+        and (e["req"], e["direction"]) == (request["of"], "send")
+    ]
+    assert reports[0]["seq"] < dues[0]["seq"]
+    return request, {row.requirement: str(row.verdict) for row in report.rows}
+
+
+def test_what_was_read_while_it_was_held_is_not_gone(tmp_path: Path) -> None:
+    """The release before the load is due is the normal order of a push."""
+    request, verdicts = released_before_due(Eager, tmp_path)
+    assert (request["gone"], request["wrong"]) == (False, False)
+    assert verdicts["transfer.delivered"] == "PASS"
+
+
+def test_wrong_bytes_that_were_read_while_they_were_held_do_not_count_as_gone(
+    tmp_path: Path,
+) -> None:
+    request, verdicts = released_before_due(EagerFromTheEnd, tmp_path)
+    assert (request["gone"], request["wrong"]) == (False, True)
+    assert verdicts["load.position"] == "FAIL"
+    assert verdicts["transfer.fail-closed"] != "FAIL"
