@@ -58,8 +58,8 @@ PATIENCE = 12
 """How often a step is repeated in which the connector only answered lookups with None."""
 PAUSES = (0.0, 0.0, 0.001, 0.004, 0.016, 0.06, 0.1)
 """Seconds to wait before each repetition; the last one repeats. A busy server needs some time."""
-WAIT = 0.25
-"""Part of the stall time that a run with relation `unhurried` waits for what is being stored."""
+REST = 0.5
+"""Seconds that a run with relation `unhurried` waits for what is being stored."""
 MOST_STEPS = 2_000
 """Steps with progress after which a run without a limit has stalled: a load can repeat for ever."""
 MOST_PER_REQUEST = 50
@@ -467,7 +467,7 @@ class Driver:
             return
         self._rested = self.trace.step
         if self.relation == "unhurried":
-            time.sleep(WAIT * self.target.stall_seconds)
+            time.sleep(REST)
         self.hurried = self.hurried or self.may_work()
 
     def _reset(self, reset: Reset) -> None:

@@ -15,6 +15,7 @@ from kvconform.judge.foreign import ForeignKV, foreign, sentence
 from kvconform.judge.records import Row, Verdict
 from kvconform.judge.verdict import RunLike
 from kvconform.run.calibration import Profile, target_profile
+from kvconform.run.isolation import process_restart
 from kvconform.run.records import Run
 from kvconform.run.runner import run_variant
 
@@ -92,7 +93,9 @@ def make_runs(
             plain[target.role] = run(relation, relation)
         runs[relation] = plain[target.role]
     if runs["connector"].hurried and _fell_short(runs["connector"]):
-        patient = run("unhurried", "unhurried")
+        # Threads of the run that has just ended may hold locks, which a fork would keep for ever.
+        forks = process_restart(variant.case.steps) is not None
+        patient = run("unhurried", "unhurried", afresh=forks)
         if not _fell_short(patient):
             runs["connector"] = replace(patient, relation="connector")
     main = runs["connector"]
