@@ -63,6 +63,8 @@ def slots_of(table: Sequence[int], start: int, end: int, block_size: int) -> tup
 
 def blocks_first(layer: torch.Tensor) -> torch.Tensor:
     """Return a view `[blocks, heads, tokens per block, ...]` of a layer in any layout of vLLM."""
+    if layer.dim() == 3:  # an MLA layer of the model, which has no axis of heads
+        return layer.unsqueeze(1)
     if layer.dim() != 5:
         return layer
     if layer.shape[0] == 2:

@@ -91,6 +91,12 @@ class Attended:
         )
 
 
+def bound(tensor: torch.Tensor, *, latent: bool) -> torch.Tensor:
+    """Return the view that a layer binds of its registered tensor; MLA layers drop the heads."""
+    layer = getattr(_mla(), "MLAAttention", None) if latent else None
+    return tensor.squeeze(1) if layer is not None and "bind_kv_cache" in vars(layer) else tensor
+
+
 def _made(cls: Any, **values: Any) -> Any:
     """Return an instance of a dataclass, with the values of the fields that the release has."""
     known = {field.name for field in fields(cls)}

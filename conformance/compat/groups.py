@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvconform.compat.attention import bound
 from kvconform.compat.vllm_api import KV_LAYOUT, KVConnectorFactory, torch
 from kvconform.kv.cache import Group, PagedCache
 
@@ -104,6 +105,14 @@ def _spec(group: Group, head_dim: int, heads: int, dtype: torch.dtype) -> Any:
     if group.window is None:
         return FullAttentionSpec(**shape)
     return SlidingWindowSpec(**shape, sliding_window=group.window)
+
+
+def bound_tensors(cache: PagedCache) -> dict[str, torch.Tensor]:
+    """Return what the layers of the model bind of their registered tensors, by name."""
+    return {
+        name: bound(tensor, latent=cache.groups[cache.group(layer)].kind == "latent")
+        for layer, (name, tensor) in enumerate(zip(cache.names, cache.tensors, strict=True))
+    }
 
 
 def build_cache_config(cache: PagedCache) -> KVCacheConfig:

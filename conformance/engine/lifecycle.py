@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from kvconform.compat.groups import bound_tensors
 from kvconform.compat.step import (
     ActiveKVConnector,
     collecting,
@@ -149,7 +150,8 @@ class _WithConnector:
         self.speculative = speculative
         self.replays = replays
         layers = self.config.compilation_config.static_forward_context
-        for name, tensor in zip(worker.cache.names, worker.cache.tensors, strict=True):
+        self.bound = bound_tensors(worker.cache)
+        for name, tensor in self.bound.items():
             layer = layers.setdefault(name, SimpleNamespace(layer_name=name))
             layer.kv_cache = layer_cache(tensor)
 
@@ -242,11 +244,10 @@ class Own(_WithConnector):
 
     def attention(self, name: str) -> None:
         """Run one layer: load, attend, save. Changes the KV cache."""
-        cache = self.worker.cache
         metadata = get_forward_context().attn_metadata[name]
         self.connector.wait_for_layer_load(name)
         self.worker.attend(name)
-        self.connector.save_kv_layer(name, cache.tensors[cache.names.index(name)], metadata)
+        self.connector.save_kv_layer(name, self.bound[name], metadata)
 
     def _collect(self, output: Any, *, defer: bool) -> KVConnectorOutput:
         connector = self.connector

@@ -19,6 +19,7 @@ from typing import Any
 
 from vllm.forward_context import set_forward_context
 
+from kvconform.compat.groups import bound_tensors
 from kvconform.compat.vllm_api import KVConnectorBase_V1, KVConnectorRole
 from kvconform.kv.cache import PagedCache
 from kvconform.observe.probe import Probe, hook_names
@@ -200,7 +201,7 @@ def _dispatch(
             return half.start_load_kv(get_forward_context())
     if hook == "save_kv_layer":
         name, metadata = args
-        return half.save_kv_layer(name, cache.tensors[cache.names.index(name)], metadata)
+        return half.save_kv_layer(name, bound_tensors(cache)[name], metadata)
     return getattr(half, hook)(*args, **kwargs)
 
 

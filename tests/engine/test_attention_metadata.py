@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the attention metadata that connectors get."""
+"""Tests of the attention metadata and of the layers' tensors that connectors get."""
 
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
-from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention, MLACommonMetadata
 
 from core_rig import BLOCK, Machine, output
+from kvconform.compat.groups import bound_tensors
 from kvconform.contract.case import GroupKind
 from kvconform.kv.cache import groups_of
 
@@ -57,3 +60,17 @@ def test_leading_requests_of_one_token_are_decodes() -> None:
 def test_the_metadata_crosses_to_a_worker_process() -> None:
     sent = metadata_of("latent", DECODE, PREFILL)
     assert pickle.loads(pickle.dumps(sent)).slot_mapping.equal(sent.slot_mapping)
+
+
+@pytest.mark.parametrize("kind", ["full", "latent"])
+def test_layers_bind_what_vllms_layers_bind(kind: GroupKind) -> None:
+    groups = groups_of([kind], layers=2, block_size=BLOCK, heads=2, window=4)
+    cache = Machine(groups=groups).worker.cache
+    vllm_config = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=False))
+    layer: Any = SimpleNamespace(_vllm_config=vllm_config)
+    binds: Any = MLAAttention if kind == "latent" else Attention
+    for name, tensor in zip(cache.names, cache.tensors, strict=True):
+        binds.bind_kv_cache(layer, tensor)
+        bound = bound_tensors(cache)[name]
+        assert bound.shape == layer.kv_cache.shape and bound.stride() == layer.kv_cache.stride()
+        assert bound.data_ptr() == tensor.data_ptr()

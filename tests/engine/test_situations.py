@@ -9,17 +9,21 @@ the installed vLLM instead; nothing is executed then.
 
 from __future__ import annotations
 
+import asyncio
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -564,6 +568,56 @@ def samples_of_one_request_have_the_same_params_one_after_the_other(bench: Bench
     order = [(hook, value) for hook, _, value in core.half.calls if hook in ("lookup", "finished")]
     assert [hook for hook, _ in order] == ["lookup", "finished"] * 2
     assert [value["params"] for hook, value in order if hook == "lookup"] == [params] * 2
+
+
+class Client:
+    """The engine client of vLLM's API server: keeps the requests that are submitted."""
+
+    errored = False
+    renderer = SimpleNamespace(tokenizer=None)
+    input_processor = None
+
+    def __init__(self, config: Any) -> None:
+        self.vllm_config = config
+        self.model_config = config.model_config
+        self.requests: list[Any] = []
+
+    def check_admission(self, count: int) -> None: ...
+
+    def generate(self, prompt: Any, params: SamplingParams, name: str, **_: Any) -> Any:
+        asked = made_request(name, prompt["prompt_token_ids"], extra_args=params.extra_args)
+        self.requests.append(asked)
+        return self._outputs()
+
+    async def _outputs(self) -> AsyncIterator[Any]:
+        return
+        yield
+
+
+class Tokens:
+    """Renders prompts that are lists of tokens."""
+
+    async def render_completion(self, request: CompletionRequest) -> list[dict[str, Any]]:
+        return [{"type": "token", "prompt_token_ids": each} for each in request.prompt or []]
+
+
+@brings_about("shared-params")
+def the_prompts_of_one_http_request_have_the_same_params(bench: Bench) -> None:
+    params = {"do_remote_decode": True, "transfer_id": "mine"}
+    prompts = [list(range(100, 113)), list(range(500, 518))]
+    config = make_config(role="kv_producer")
+    client: Any = Client(config)
+    models: Any = SimpleNamespace(lora_requests={}, model_name=lambda _: "m")
+    renderer: Any = Tokens()
+    server = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
+    body = CompletionRequest(prompt=prompts, stream=True, kv_transfer_params=params)
+    asyncio.run(server.create_completion(body))
+    core = start(config)
+    for request in client.requests:
+        core.take(request)
+    core.step()
+    assert [new.prompt_token_ids for new in core.outputs[0].scheduled_new_reqs] == prompts
+    assert [call["params"] for call in core.half.called("lookup")] == [params] * 2
 
 
 @brings_about("unknown-peer")
