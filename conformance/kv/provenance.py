@@ -313,8 +313,8 @@ class Registry:
 
         A read that comes too late, or uses an outdated table, may find `held` then.
         """
-        before = self._having(wanted)
-        after = self._having(held)
+        before = self.having(wanted)
+        after = self.having(held)
         for owners in self._owners.values():
             earlier: set[str] = set()
             for owner in owners:
@@ -324,7 +324,7 @@ class Registry:
                     earlier.add(owner)
         return False
 
-    def _having(self, content: int) -> set[str]:
+    def having(self, content: int) -> set[str]:
         """Return the requests whose KV a content id is."""
         found = {req for (req, _), chain in self._chains.items() if content in chain.ids}
         if content in self.origins:
@@ -419,7 +419,9 @@ def diagnose(
         mixed = [registry.origins[each] for each in sorted(found)[:3]]
         words = f"a mixture of {'; '.join(map(str, mixed))}"
         first = next((each for each in mixed if each.kind != "poison"), None)
-        return Diagnosis("torn", side, words, *(first.computed_for if first else ()))
+        # Whole chunks that are read back in another shape mix up positions, and nothing else.
+        name = "other_position" if found <= set(reader.ids) else "torn"
+        return Diagnosis(name, side, words, *(first.computed_for if first else ()))
     content = found.pop()
     origin = registry.origins[content]
     if content == expected:
@@ -482,14 +484,13 @@ def _turned_back(registry: Registry, row: np.ndarray, layer: int, pos: int) -> n
 
 
 def _computed_by(registry: Registry, reader: Chain, pos: int) -> set[str]:
-    """Return the requests that first computed this position and the last known one before it.
+    """Return the requests that computed this position, and the last one before it that any did.
 
     Poison of their blocks was read before they had computed the KV, if they ever did.
     """
-    here = registry.origins.get(reader.ids[pos])
-    before = map(registry.origins.get, reversed(reader.ids[:pos]))
-    last = next((origin for origin in before if origin is not None), None)
-    return {origin.req for origin in (here, last) if origin is not None}
+    before = map(registry.having, reversed(reader.ids[:pos]))
+    last = next((requests for requests in before if requests), set[str]())
+    return registry.having(reader.ids[pos]) | last
 
 
 def _classify(
