@@ -127,7 +127,7 @@ class Run:
     `caps` are the capabilities that it is judged by, and `channels` the kinds of events that the
     engine observes. `unmet` has the stimuli that did not happen. `traceback` is that of a crash.
     `lacks` says what the device does not support. `hurried`: stored content was asked for
-    while connectors had threads, sockets or processes, which may have been storing.
+    while connectors had threads or processes, which may have been storing.
     """
 
     variant: Variant
