@@ -286,7 +286,7 @@ class Case(Model):
         if handed and _resets_common_store(self):
             raise ValueError(
                 "`reset` of the connector is not possible with `handed`: "
-                "what the hand-over still owes is not said"
+                "what a hand-over owes after a reset is not defined"
             )
         return self
 

@@ -114,8 +114,8 @@ PROVENANCE = (
 )
 """What a wrong byte was found to be (`kv.wrong.found`): a closed, disjoint list.
 
-`other_request` is KV of the next owner of a block that had held what is wanted. `other_tokens` is
-KV of another request without such a block.
+`other_request` is KV of a request that got a block from one that has what is wanted.
+`other_tokens` is KV of another request, which got no such block.
 """
 
 EVENTS: dict[str, Kind] = {}
@@ -805,7 +805,9 @@ def loses_entries(event: Mapping[str, Any]) -> bool:
     """Return whether stored KV may be gone after the event, although nothing evicted it."""
     if event["kind"] == "cache.reset":
         return bool(event["connector"])
-    return event["kind"] in ("transfer.failed", "store.damaged")
+    if event["kind"] == "store.damaged":
+        return bool(event["count"])
+    return bool(event["kind"] == "transfer.failed")
 
 
 def altered_in_entry(event: Mapping[str, Any]) -> list[str]:

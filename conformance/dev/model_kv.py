@@ -114,6 +114,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{len(layers)} layers, {tokens} tokens of {columns} values")
     beyond = set[str]()
     for chunk in chosen.chunk:
+        if chunk > tokens:
+            print(f"\nchunks of {chunk}: not measured, the text has {tokens} tokens")
+            continue
         print(f"\nchunks of {chunk:<9}{'times smaller':>14}{'largest error':>15}{'declared':>10}")
         for name, one in measure(layers, chunk).items():
             declared = one.codec.tolerance

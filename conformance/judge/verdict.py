@@ -219,9 +219,9 @@ def new_row(
 
 
 def unreached(row: Row, variant: VariantLike, requirement: Requirement) -> bool:
-    """Return whether a run that missed its situation left out a requirement that it is about.
+    """Return whether a run, which missed its situation, left out a requirement that it is about.
 
-    Not on engine live: there, what a run missed is about the run as a whole.
+    False on engine live, where what a run missed concerns the run as a whole.
     """
     left_out = row.verdict is Verdict.NOT_EXERCISED and row.engine != "live"
     return left_out and variant.case.is_about(requirement)

@@ -309,7 +309,7 @@ class Registry:
         return self._latest.get((owner, block), -1)
 
     def changed_hands(self, wanted: int, held: int) -> bool:
-        """Return whether a block went from a request with the KV `wanted` to another with `held`.
+        """Return whether a block went from a request that has `wanted` to another that has `held`.
 
         A read that comes too late, or uses an outdated table, may find `held` then.
         """
@@ -325,7 +325,7 @@ class Registry:
         return False
 
     def having(self, content: int) -> set[str]:
-        """Return the requests whose KV a content id is."""
+        """Return the requests that have a content id among their tokens, computed yet or not."""
         found = {req for (req, _), chain in self._chains.items() if content in chain.ids}
         if content in self.origins:
             found.add(self.origins[content].req)
@@ -484,7 +484,7 @@ def _turned_back(registry: Registry, row: np.ndarray, layer: int, pos: int) -> n
 
 
 def _computed_by(registry: Registry, reader: Chain, pos: int) -> set[str]:
-    """Return the requests that computed this position, and the last one before it that any did.
+    """Return the requests that have this position, and those with the last known one before it.
 
     Poison of their blocks was read before they had computed the KV, if they ever did.
     """

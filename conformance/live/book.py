@@ -116,7 +116,8 @@ class Book:
         """
         record = self.records.setdefault(content, Record(req, index, plain))
         record.own = record.own or own
-        self._largest = torch.maximum(self._largest, block.float().abs().amax(1))
+        if self.lossy:
+            self._largest = torch.maximum(self._largest, block.float().nan_to_num().abs().amax(1))
         if any(torch.equal(block, one) for one in record.versions):
             return
         size = block.numel() * block.element_size()
@@ -156,8 +157,8 @@ class Book:
         found, origin = self._diagnose(block[layer], layer, contents, index)
         if found == "unknown" and worst <= MUCH:
             origin = (
-                f"KV of these tokens that is off by {worst:.1%} of the layer's largest value; "
-                f"{allowed:.1%} is allowed"
+                f"bytes that differ from the KV of these tokens by {worst:.1%} of the layer's "
+                f"largest value; {allowed:.1%} is allowed"
             )
         return Finding("wrong", worst, layer, found, origin)
 

@@ -222,7 +222,7 @@ class Striking:
         assert self._desk is not None
         count = self._desk.ask(fault)
         if fault.files is not None and recorder is not None:
-            recorder.trace.damaged = bool(count)
+            recorder.trace.damaged = recorder.trace.damaged or bool(count)
             recorder.trace.emit("store.damaged", what=fault.files, count=count)
 
 

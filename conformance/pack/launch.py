@@ -7,6 +7,7 @@ installed but torch. It must run alone, with the standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -16,12 +17,19 @@ import shlex
 import shutil
 import sys
 import zipfile
+import zlib
 from pathlib import Path
 
 MANIFEST = "pack.json"
 SITE = "site"
 TORCH = "torch"
 """What a target must have; builds of it for the CPU have no Triton."""
+DAMAGED: tuple[type[Exception], ...] = (zipfile.BadZipFile, zlib.error)
+"""What reading a damaged archive may raise."""
+with contextlib.suppress(ImportError):
+    import lzma
+
+    DAMAGED += (lzma.LZMAError,)
 ENVIRONMENT = 3
 """kvconform's exit status for a fault of the environment."""
 STAND_IN = """\
@@ -104,7 +112,7 @@ def unpack(pack: Path, site: Path | None = None) -> Path:
         if (site / MANIFEST).is_file() and not has(site, text):
             shutil.rmtree(site)
         os.rename(new, site)
-    except zipfile.BadZipFile as error:
+    except DAMAGED as error:
         raise CannotUnpack(f"{pack} is damaged ({error}); copy it again") from None
     except OSError as error:
         another_was_faster = has(site, text)

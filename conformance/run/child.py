@@ -57,6 +57,7 @@ def main(folder: Path) -> None:
         promises=promises,
         may_fork=True,
         first_part=part,
+        rests=job["rests"],
     )
     watchdog.stop()
     if part is None:

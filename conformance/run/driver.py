@@ -59,7 +59,7 @@ PATIENCE = 12
 PAUSES = (0.0, 0.0, 0.001, 0.004, 0.016, 0.06, 0.1)
 """Seconds to wait before each repetition; the last one repeats. A busy server needs some time."""
 REST = 0.5
-"""Seconds that a run with relation `unhurried` waits for what is being stored."""
+"""Seconds that a run with `rests` waits for what is being stored."""
 MOST_STEPS = 2_000
 """Steps with progress after which a run without a limit has stalled: a load can repeat for ever."""
 MOST_PER_REQUEST = 50
@@ -106,6 +106,7 @@ class Driver:
         before: Progress | None = None,
         watcher: Watcher | None = None,
         changed: Otherwise | None = None,
+        rests: bool = False,
     ) -> None:
         self.variant = variant
         self.running = _otherwise(variant, changed) if changed else variant
@@ -126,9 +127,9 @@ class Driver:
         self.inputs = 0
         """How often a session got more input, or was ended."""
         self._threads_before = frozenset(threading.enumerate())
-        self.hurried = False
-        """Whether stored content was asked for while connectors may have been storing."""
-        self._rested = -1
+        self.rests = rests
+        """Whether connectors get time to store, before stored content is asked for."""
+        self._rested: tuple[int, int] | None = None
         self.expectations = Expectations(self.state, self._free_blocks)
         self.engine = self._start()
         self._operations = self._table()
@@ -242,6 +243,7 @@ class Driver:
         """Execute some steps of the case, run until nothing is left to do, and shut down."""
         self.execute_steps(steps)
         self.run_dry()
+        self._before_asking_again()
         self.engine.shutdown()
 
     def execute(self, steps: Sequence[Step]) -> None:
@@ -291,7 +293,7 @@ class Driver:
         )
         state.reloads.pop(req_id, None)
         if add.reloads:
-            self._let_store()
+            self._before_asking_again()
             state.reloads[req_id] = Reload(add.reloads)
         request = build_request(
             req_id,
@@ -458,19 +460,18 @@ class Driver:
             self.engine.land()
 
     def _drop_local(self, _: Any) -> None:
-        self._let_store()
+        self._before_asking_again()
         self.engine.reset(running=False, connector=False)
 
-    def _let_store(self) -> None:
-        """Let the connector store what it has taken, once between two steps of an unhurried run."""
-        if self.trace.step == self._rested:
-            return
-        self._rested = self.trace.step
-        if self.relation == "unhurried":
-            time.sleep(REST)
+    def _before_asking_again(self) -> None:
+        """Note whether connectors may be storing; with `rests`, give them time, once per step."""
         # Sockets do not count: libraries open some as well, and a client waits for its answers.
         found = alive.of_connectors()
-        self.hurried = self.hurried or bool(found.threads or found.children)
+        self.state.hurried = self.state.hurried or bool(found.threads or found.children)
+        now = (id(self.engine), self.trace.step)
+        if self.rests and now != self._rested:
+            time.sleep(REST)
+        self._rested = now
 
     def _reset(self, reset: Reset) -> None:
         self.engine.reset(running=reset.running, connector=reset.connector)
@@ -497,6 +498,7 @@ class Driver:
 
     def _restart(self, _: Any) -> None:
         self.run_dry()
+        self._before_asking_again()
         self.engine.shutdown()
         self.engine = self._start()
         self.trace.emit("engine.lifecycle", **lifecycle("restart"))

@@ -167,12 +167,14 @@ def run_first_part_afresh(
     relation: str,
     caps: dict[str, Any],
     promises: Promises | None,
+    rests: bool,
 ) -> tuple[Progress, Registry]:
     """Run the steps before the restart in a fresh interpreter, as `run_first_part` does in a fork.
 
     Its hash seed is random. vLLM's block hashes are those of this process.
     """
-    job = _job(variant, target, seed, tmp, caps, relation, promises) | {"first_part": True}
+    job = _job(variant, target, seed, tmp, caps, relation, promises, rests)
+    job["first_part"] = True
     hash_seed = os.environ.get("PYTHONHASHSEED")
     if hash_seed is not None:
         job["hash_seed"] = hash_seed
@@ -195,6 +197,7 @@ def run_elsewhere(
     caps: dict[str, Any] | None,
     relation: str = "hash-seed",
     promises: Promises | None = None,
+    rests: bool = False,
 ) -> Run:
     """Make a run in a fresh interpreter; for relation `hash-seed` with another PYTHONHASHSEED.
 
@@ -203,7 +206,8 @@ def run_elsewhere(
     from kvconform.run.records import Run
 
     reseeded = relation == "hash-seed"
-    job = _job(variant, target, seed, tmp, caps, "connector" if reseeded else relation, promises)
+    made_as = "connector" if reseeded else relation
+    job = _job(variant, target, seed, tmp, caps, made_as, promises, rests)
     named = "under another hash seed" if reseeded else "in a fresh interpreter"
     answer = _answer(job, named, {"PYTHONHASHSEED": HASH_SEED} if reseeded else {})
     return Run.from_dict(json.loads(answer), variant, relation, caps or {})
@@ -217,6 +221,7 @@ def _job(
     caps: dict[str, Any] | None,
     relation: str,
     promises: Promises | None,
+    rests: bool,
 ) -> dict[str, Any]:
     """Return the description of a run that kvconform.run.child reads."""
     return {
@@ -228,6 +233,7 @@ def _job(
         "caps": caps,
         "path": sys.path,
         "relation": relation,
+        "rests": rests,
         "declared": None if promises is None else promises.declared,
         "limit": watchdog.limit(),
         "first_part": False,

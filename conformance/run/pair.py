@@ -377,7 +377,8 @@ class PairDriver(Driver):
         if not crashed:
             self.handovers.end()
         gc.collect()
-        for engine in self.engines.values():
+        for name, engine in self.engines.items():
+            self._turn_to(name)
             # Not its size: a level may be shared, and has the KV of all engines then.
             if engine.executor.cache is not None and not engine.busy:
                 engine.executor.cache.at_rest(self.target.stall_seconds)

@@ -56,7 +56,8 @@ class Progress:
     """State that a process hands to the next one, when the case restarts in a new process.
 
     `infos`, `generations` and `reloads` are keyed by request id, the other maps by the case's name
-    of a request. `reloads` has the requests that repeat the content of another one.
+    of a request. `reloads` has the requests that repeat the content of another one. `hurried`:
+    stored content was asked for while connectors had threads or processes, which may be storing.
     """
 
     memory: Memory = field(default_factory=Memory)
@@ -67,6 +68,7 @@ class Progress:
     requests: dict[str, Snapshot] = field(default_factory=dict)
     generations: dict[str, int] = field(default_factory=dict)
     reloads: dict[str, Reload] = field(default_factory=dict)
+    hurried: bool = False
 
 
 @dataclass(kw_only=True)
@@ -126,8 +128,7 @@ class Run:
 
     `caps` are the capabilities that it is judged by, and `channels` the kinds of events that the
     engine observes. `unmet` has the stimuli that did not happen. `traceback` is that of a crash.
-    `lacks` says what the device does not support. `hurried`: stored content was asked for
-    while connectors had threads or processes, which may have been storing.
+    `lacks` says what the device does not support. `hurried`: see Progress.
     """
 
     variant: Variant

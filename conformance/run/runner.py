@@ -78,6 +78,7 @@ def run_variant(
     may_fork: bool = False,
     afresh: bool = False,
     first_part: FirstPart | None = None,
+    rests: bool = False,
 ) -> Run:
     """Make one run of a variant. Writes only below `tmp`.
 
@@ -85,18 +86,25 @@ def run_variant(
     `no-connector`, `pickled-metadata` or `repeat`. With `may_fork` a run that forks does so in this
     process; without, it gets a fresh interpreter if connectors have left threads here, and with
     `afresh` in any case. With `first_part`, the run ends at the restart of the case, and leaves
-    there what the rest needs.
+    there what the rest needs. With `rests`, connectors get time to store.
     """
     _freeze()
     # A calibration runs inside another run, whose store must keep its content.
     if Probe.active is None:
         clear_all()
     if relation == "hash-seed":
-        return run_elsewhere(variant, target, seed=seed, tmp=tmp, caps=caps)
+        return run_elsewhere(variant, target, seed=seed, tmp=tmp, caps=caps, rests=rests)
     stays_here = may_fork or watcher is not None or relation == "no-connector"
     if afresh or (not stays_here and cannot_fork(variant.case.steps, relation)):
         return run_elsewhere(
-            variant, target, seed=seed, tmp=tmp, caps=caps, relation=relation, promises=promises
+            variant,
+            target,
+            seed=seed,
+            tmp=tmp,
+            caps=caps,
+            relation=relation,
+            promises=promises,
+            rests=rests,
         )
     multi = variant.case.config.multi
     if relation == "inside-multi" or (multi and relation not in ("no-connector", "alone")):
@@ -150,6 +158,7 @@ def run_variant(
         tmp=tmp,
         relation=relation,
         caps=caps,
+        rests=rests,
     )
     if with_connector:
         adapters.install(target.adapters)  # before the connector is imported
@@ -220,7 +229,7 @@ def _drive(
         _conclude(run, trace, driver, error)
     finally:
         note_unfilled(trace)
-        run.hurried = driver is not None and driver.hurried
+        run.hurried = driver is not None and driver.state.hurried
         if driver is not None and driver.engine.inspector is not None:
             run.channels |= {"plan"}
             if driver.engine.executor.cache is not None:
@@ -246,7 +255,8 @@ def _before_restart(
     if kind == "interpreter" and run.relation != "no-connector":
         variant, target, _ = create.args
         known = {
-            name: create.keywords[name] for name in ("seed", "tmp", "relation", "caps", "promises")
+            name: create.keywords[name]
+            for name in ("seed", "tmp", "relation", "caps", "promises", "rests")
         }
         return run_first_part_afresh(variant, target, trace, **known)
     return run_first_part(

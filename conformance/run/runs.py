@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvconform.config.target import Target
@@ -44,7 +44,13 @@ class Runs:
 
 
 def make_runs(
-    variant: Variant, target: Target, *, seed: int, tmp: Path, plain: PlainRuns | None = None
+    variant: Variant,
+    target: Target,
+    *,
+    seed: int,
+    tmp: Path,
+    plain: PlainRuns | None = None,
+    rests: bool = False,
 ) -> Runs:
     """Make the run of a variant and the runs that it is compared with, below `tmp`.
 
@@ -53,9 +59,7 @@ def make_runs(
     A run that loaded KV of other runs is repeated in a fresh interpreter, because the memory of
     this process may have held it. ForeignKV if such KV comes back there, too: the store holds it.
 
-    A connector that may store in the background is asked for less than it has stored if the steps
-    follow each other too fast. Such a run is repeated without hurry, and that one is judged if more
-    comes back.
+    With `rests`, connectors get time to store before stored content is asked for.
     """
     profile = target_profile(target, tmp.parent)
     missing = variant.case.unmet(profile.caps)
@@ -63,6 +67,9 @@ def make_runs(
         alone = CAPABILITIES.get(missing.strip("()"))
         doc = "" if alone is None else f": {alone.doc}"
         return Runs(profile, refused=(Verdict.UNSUPPORTED, f"the case needs {missing}{doc}"))
+
+    # Threads of an earlier run may hold locks, which a fork would keep for ever.
+    restarts = rests and process_restart(variant.case.steps) is not None
 
     def run(relation: str, folder: str, *, afresh: bool = False) -> Run:
         made = run_variant(
@@ -73,12 +80,13 @@ def make_runs(
             relation=relation,
             caps=profile.caps,
             promises=profile.promises,
-            afresh=afresh,
+            afresh=afresh or restarts,
+            rests=rests,
         )
         event = foreign(made.trace)
         if event is None:
             return made
-        if afresh or relation == "hash-seed":  # that run has an interpreter of its own
+        if afresh or restarts or relation == "hash-seed":  # that run has its own interpreter
             raise ForeignKV(sentence(event, target.extra_config))
         return run(relation, f"{folder}-afresh", afresh=True)
 
@@ -92,12 +100,6 @@ def make_runs(
         if target.role not in plain:
             plain[target.role] = run(relation, relation)
         runs[relation] = plain[target.role]
-    if runs["connector"].hurried and _fell_short(runs["connector"]):
-        # Threads of the run that has just ended may hold locks, which a fork would keep for ever.
-        forks = process_restart(variant.case.steps) is not None
-        patient = run("unhurried", "unhurried", afresh=forks)
-        if not _fell_short(patient):
-            runs["connector"] = replace(patient, relation="connector")
     main = runs["connector"]
     if main.lacks is not None:
         return Runs(profile, refused=(Verdict.UNSUPPORTED, main.lacks))
@@ -110,9 +112,3 @@ def make_runs(
         harness_error=next(errors, None),
         again=lambda relation: run(relation, f"again-{next(numbers)}"),
     )
-
-
-def _fell_short(run: Run) -> bool:
-    """Return whether less came back than was promised, or than the case needs."""
-    promised = (event for event in run.trace if event["kind"] == "profile.expectation")
-    return bool(run.unmet) or any(each["reloadable"] < each["promised"] for each in promised)

@@ -39,7 +39,8 @@ class PinnedBackend:
     @property
     def used(self) -> int:
         """The bytes of all values."""
-        return sum(length for _, length in self._spans.values())
+        with self._lock:
+            return sum(length for _, length in self._spans.values())
 
     def _allocate(self) -> torch.Tensor:
         return torch.empty(self.size, dtype=torch.uint8, pin_memory=True)
@@ -55,8 +56,13 @@ class PinnedBackend:
 
     def set(self, key: str, value: bytes) -> None:
         with self._lock:
-            self._spans.pop(key, None)
-            span = (self._gap(len(value)), len(value))
+            before = self._spans.pop(key, None)
+            try:
+                span = (self._gap(len(value)), len(value))
+            except StoreError:
+                if before is not None:
+                    self._spans[key] = before
+                raise
             if value:
                 self._write(
                     self._part(*span), torch.frombuffer(bytearray(value), dtype=torch.uint8)
@@ -71,7 +77,7 @@ class PinnedBackend:
             self._spans.pop(key, None)
 
     def close(self) -> None:
-        """Keep the values: the other half may still read them."""
+        """Keep the values."""
 
     def _gap(self, length: int) -> int:
         """Return the start of the first gap of this length."""

@@ -172,7 +172,7 @@ def test_unknown_capabilities_are_refused() -> None:
 
 
 def test_the_event_list_is_consistent() -> None:
-    assert len(set(PROVENANCE)) == len(PROVENANCE) == 18
+    assert len(set(PROVENANCE)) == len(PROVENANCE) == 19
     assert {kind.channel for kind in EVENTS.values()} == set(CHANNELS)
     assert channels_of({"lookup", "run.end", "kv.wrong"}) == {"sched", "kv"}
     assert all(kind.doc.endswith(".") for kind in EVENTS.values())

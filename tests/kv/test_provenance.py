@@ -43,6 +43,7 @@ class World:
         made = Chain(req, generation, Identity.of(salt))
         for pos, token in enumerate(tokens):
             self.registry.note(made.append(token), self._origin(made, pos))
+        self.registry.computes(made)
         return made
 
     def _origin(self, made: Chain, pos: int) -> Origin:
@@ -99,7 +100,6 @@ def past_end(world: World) -> np.ndarray:
 
 def other_request(world: World) -> np.ndarray:
     """KV of `b`, to which a block of the reader went."""
-    world.registry.computes(world.reader)
     world.registry.poison(9, "a", pool=1)
     world.registry.poison(9, "b", pool=1)
     return other_tokens(world)
@@ -166,7 +166,6 @@ def test_a_block_changes_hands_only_from_one_with_the_kv(
     handed_out: list[tuple[int, int, str]],
 ) -> None:
     world = World()
-    world.registry.computes(world.reader)
     for pool, block, owner in handed_out:
         world.registry.poison(block, owner, pool)
     assert world.diagnose(other_tokens(world)).found == "other_tokens"
@@ -222,15 +221,6 @@ def test_a_mixture_of_positions_of_the_wanted_request_is_not_torn() -> None:
     held = world.diagnose(row)
     assert (held.found, held.req) == ("other_position", "a")
     assert all(word in held.origin for word in ("mixture", "token 13", "token 14"))
-
-
-def test_poison_of_any_request_that_computed_the_position_was_read_too_early() -> None:
-    world = World()
-    same = world.chain("s", 0, TOKENS, "salt")
-    world.registry.computes(same)
-    assert same.ids[3] == world.reader.ids[3]
-    row = world.row(world.registry.poison(9, "s"))
-    assert world.diagnose(row).found == "never_computed"
 
 
 COMPUTED_FOR = {
@@ -289,12 +279,15 @@ def test_the_same_token_behind_another_prefix_is_that_whatever_the_id_of_its_req
         assert world.diagnose(row).found == "other_prefix"
 
 
-def test_poison_of_the_request_that_computed_the_token_was_taken_too_early() -> None:
+@pytest.mark.parametrize("owner", ["a", "same"])
+def test_poison_of_a_request_with_the_same_tokens_was_taken_too_early(owner: str) -> None:
     world = World()
-    world.chain("first", 0, TOKENS, "salt")  # notes nothing new: `a` computed these tokens first
-    early = world.diagnose(world.row(world.registry.poison(9, "a")))
-    assert (early.found, early.req, early.pos) == ("never_computed", "a", None)
-    assert world.diagnose(world.row(world.registry.poison(9, "first")))[0] == "poison"
+    same = world.chain("same", 0, TOKENS, "salt")  # notes nothing new: `a` has these tokens, too
+    assert same.ids[3] == world.reader.ids[3]
+    early = world.diagnose(world.row(world.registry.poison(9, owner)))
+    assert (early.found, early.req, early.pos) == ("never_computed", owner, None)
+    world.chain("z", 0, [30, 31])
+    assert world.diagnose(world.row(world.registry.poison(9, "z")))[0] == "poison"
 
 
 def test_poison_was_taken_too_early_also_of_tokens_that_were_never_computed() -> None:

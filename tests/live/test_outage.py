@@ -294,9 +294,10 @@ class Watched:
         self.scheduler = SimpleNamespace(loads=loads, observer=SimpleNamespace(outage=False))
         self.probe = SimpleNamespace(on=lambda hook, before: self.hooks.update({hook: before}))
         self.trace = SimpleNamespace(
+            damaged=False,
             emit=lambda kind, **fields: self.events.append(
                 {"kind": kind, "seq": 0, "step": 0, **fields}
-            )
+            ),
         )
 
     def ask(self, found: Fault) -> int:

@@ -196,7 +196,8 @@ def test_a_block_beyond_the_tolerance_is_said_to_be_off() -> None:
     finding = book.compare(kv(0) * 0.97, CONTENTS, 0)
     assert (finding.found, finding.origin) == (
         "unknown",
-        "KV of these tokens that is off by 3.0% of the layer's largest value; 1.0% is allowed",
+        "bytes that differ from the KV of these tokens by 3.0% of the layer's largest value; "
+        "1.0% is allowed",
     )
 
 

@@ -19,7 +19,7 @@ from kvconform.contract.capabilities import CAPABILITIES
 from kvconform.contract.case import Case, Variant
 from kvconform.contract.loader import load_spec
 from kvconform.judge.records import CaseReport, Row, Verdict
-from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.defects.losses import StoresEveryStep
 from kvconform.refimpl.variants.saving import WholeChunks
 from kvconform.run.calibration import takes_every_stage
@@ -140,7 +140,13 @@ class CommitsLate(ReferenceConnector):
 
     def wait_for_save(self) -> None:
         commit = self._store.commit
-        self._store.commit = lambda *key: Timer(self.AFTER, commit, key).start()  # type: ignore[method-assign]
+
+        def later(*key: Any) -> None:
+            timer = Timer(self.AFTER, commit, key)
+            timer.daemon = True
+            timer.start()
+
+        self._store.commit = later  # type: ignore[method-assign]
         try:
             super().wait_for_save()
         finally:
@@ -170,6 +176,28 @@ def test_what_is_stored_by_a_thread_gets_the_time_that_it_needs(
     assert row.verdict.name == verdict
     (promise,) = select(report.trace, "profile.expectation")
     assert (promise["promised"], promise["reloadable"]) == (12, 12 if verdict == "PASS" else 0)
+
+
+class RaisesInHurry(CommitsLate):
+    """Has a fault that only shows if content is asked for before it is stored."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Lookup:
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if request.request_id == "b" and not found[0]:
+            raise KeyError("it is not there yet")
+        return found
+
+
+def test_what_fails_in_a_hurry_is_no_matter_of_time(tmp_path: Path) -> None:
+    target = Target(
+        f"{__name__}:RaisesInHurry",
+        {"store": "memory:{tmp}"},
+        capabilities={"store": True, "saves": "all"},
+    )
+    case = make_case([*STORED, {"add": ASK}, RUN])
+    variant = Variant(case, "vllm", "sync", "v1", 1, case.config.block_size)
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "run")
+    assert "hook.no-raise" in failed(report)
 
 
 LAYOUT = next(case for case in SPEC.cases.values() if case.id == "layout.heads-outside")
