@@ -101,7 +101,7 @@ def test_only_a_move_has_a_place(do: str, to: str | None) -> None:
         ("pin", ("clock.advanced", {}), True),
         ("pin", ("cache.reset", {"connector": False}), True),
         ("pin", ("cache.reset", {"connector": True}), False),
-        ("pin", ("store.damaged", {}), False),
+        ("pin", ("store.damaged", {"count": 1}), False),
         ("pin", ("transfer.failed", {}), False),
         ("pin", ("engine.lifecycle", {}), False),
         ("pin", ("control.done", {"do": "clear", "of": "c"}), False),
