@@ -23,8 +23,8 @@ class Namesakes:
     """Emits lookup.namesake behind a lookup that claims KV of another request of these tokens.
 
     That is more than was ever computed for the request's own salt, adapter, items and model, and
-    not more than was computed for any. Of several such requests, it names the one that differs
-    least.
+    not more than was computed for any. Of those with the longest common prefix, it names the one
+    that differs least.
     """
 
     def __init__(self, state: RunState) -> None:
