@@ -394,7 +394,7 @@ def install_connector(
 
 
 def built_in(folder: Path) -> dict[str, str]:
-    """Return the variables with which setuptools builds in `folder`, not beside the sources."""
+    """Return the variables that make setuptools build in `folder`, not next to the sources."""
     (folder / "eggs").mkdir()
     settings = folder / "setuptools.cfg"
     settings.write_text(

@@ -86,14 +86,14 @@ def spared(faults: Sequence[Fault], events: Iterable[dict[str, Any]]) -> list[st
     """
     found = list(events)
     struck = {(e["phase"], e["number"]) for e in found if e["kind"] == "live.fault"}
-    spared = [
+    idle = [
         f"the fault `{fault.do}` of phase {fault.phase} never struck"
         for number, fault in numbered(faults)
         if (fault.phase, number) not in struck
     ]
     if any(e["kind"] == "store.damaged" and not e["count"] for e in found):
-        spared.append(NO_FILES)
-    return spared
+        idle.append(NO_FILES)
+    return idle
 
 
 def numbered(faults: Sequence[Fault]) -> list[tuple[int, Fault]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from statistics import median
 
 import torch
 
 from kvconform.refimpl.cache.backend import MissingPackage
-from kvconform.refimpl.cache.codecs import CODECS, codec_named
+from kvconform.refimpl.cache.codecs import CODECS, Codec, codec_named
 
 TOKENS = 256
 COLUMNS = 2 * 8 * 128
@@ -36,14 +37,8 @@ def measure() -> dict[str, float]:
     dtype = torch.bfloat16
     data = rows.to(dtype).view(torch.uint8).numpy().tobytes()
     found: dict[str, float] = {}
-    for name in CODECS:
-        try:
-            codec = codec_named(name)
-        except MissingPackage:
-            continue
+    for name, codec in lossy_codecs().items():
         stored = codec.encode(data, dtype, TOKENS)
-        if not codec.tolerance:
-            continue
         copy, encode, decode = _seconds(
             lambda: bytearray(data),
             lambda codec=codec: codec.encode(data, dtype, TOKENS),  # type: ignore[misc]
@@ -55,6 +50,15 @@ def measure() -> dict[str, float]:
             found[f"{name}_{what}_gbps"] = len(data) / seconds / 1e9
             found[f"{name}_{what}"] = copy / seconds
     return found
+
+
+def lossy_codecs() -> dict[str, Codec]:
+    """Return the codecs that lose something and whose packages are installed, by name."""
+    found: dict[str, Codec] = {}
+    for name in CODECS:
+        with suppress(MissingPackage):
+            found[name] = codec_named(name)
+    return {name: codec for name, codec in found.items() if codec.tolerance}
 
 
 def _seconds(*calls: Callable[[], object]) -> list[float]:

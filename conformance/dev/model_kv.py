@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from kvconform.refimpl.cache.backend import MissingPackage
-from kvconform.refimpl.cache.codecs import CODECS, Codec, codec_named
+from kvconform.dev.codecs import lossy_codecs
+from kvconform.refimpl.cache.codecs import Codec
 
 DTYPE = torch.bfloat16
 
@@ -55,14 +55,7 @@ def measure(layers: list[torch.Tensor], chunk: int) -> dict[str, Measured]:
 
     Codecs whose package is missing are left out.
     """
-    found: dict[str, Measured] = {}
-    for name in CODECS:
-        try:
-            codec = codec_named(name)
-        except MissingPackage:
-            continue
-        if codec.tolerance:
-            found[name] = Measured(codec)
+    found = {name: Measured(codec) for name, codec in lossy_codecs().items()}
     for rows in (rows for layer in layers for rows in _chunks(layer, chunk)):
         for measured in found.values():
             measured.add(rows)

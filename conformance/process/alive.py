@@ -90,6 +90,14 @@ def threads_of_connectors() -> frozenset[threading.Thread]:
     return _threads() - _Ours.alive.threads
 
 
+def works_aside() -> bool:
+    """Return whether connectors have threads or child processes in this process.
+
+    Sockets do not count: libraries open some as well, and a client waits for its answers.
+    """
+    return bool(threads_of_connectors() or _children() - _Ours.alive.children)
+
+
 def _threads() -> frozenset[threading.Thread]:
     """Return the threads but for two that may be newer than a connector and are ours.
 

@@ -465,9 +465,7 @@ class Driver:
 
     def _before_asking_again(self) -> None:
         """Note whether connectors may be storing; with `rests`, give them time, once per step."""
-        # Sockets do not count: libraries open some as well, and a client waits for its answers.
-        found = alive.of_connectors()
-        self.state.hurried = self.state.hurried or bool(found.threads or found.children)
+        self.state.hurried = self.state.hurried or alive.works_aside()
         now = (id(self.engine), self.trace.step)
         if self.rests and now != self._rested:
             time.sleep(REST)

@@ -71,7 +71,7 @@ def make_runs(
     # Threads of an earlier run may hold locks, which a fork would keep for ever.
     restarts = rests and process_restart(variant.case.steps) is not None
 
-    def run(relation: str, folder: str, *, afresh: bool = False) -> Run:
+    def run(relation: str, folder: str, *, afresh: bool = restarts) -> Run:
         made = run_variant(
             variant,
             target,
@@ -80,13 +80,13 @@ def make_runs(
             relation=relation,
             caps=profile.caps,
             promises=profile.promises,
-            afresh=afresh or restarts,
+            afresh=afresh,
             rests=rests,
         )
         event = foreign(made.trace)
         if event is None:
             return made
-        if afresh or restarts or relation == "hash-seed":  # that run has its own interpreter
+        if afresh or relation == "hash-seed":  # that run has an interpreter of its own
             raise ForeignKV(sentence(event, target.extra_config))
         return run(relation, f"{folder}-afresh", afresh=True)
 

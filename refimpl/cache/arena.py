@@ -56,13 +56,7 @@ class PinnedBackend:
 
     def set(self, key: str, value: bytes) -> None:
         with self._lock:
-            before = self._spans.pop(key, None)
-            try:
-                span = (self._gap(len(value)), len(value))
-            except StoreError:
-                if before is not None:
-                    self._spans[key] = before
-                raise
+            span = (self._gap(len(value), besides=key), len(value))
             if value:
                 self._write(
                     self._part(*span), torch.frombuffer(bytearray(value), dtype=torch.uint8)
@@ -79,10 +73,11 @@ class PinnedBackend:
     def close(self) -> None:
         """Keep the values."""
 
-    def _gap(self, length: int) -> int:
-        """Return the start of the first gap of this length."""
+    def _gap(self, length: int, besides: str) -> int:
+        """Return the start of the first gap of this length, as if `besides` had no value."""
         start = 0
-        for taken, taken_length in sorted(self._spans.values()):
+        others = (span for key, span in self._spans.items() if key != besides)
+        for taken, taken_length in sorted(others):
             if taken - start >= length:
                 return start
             start = taken + taken_length

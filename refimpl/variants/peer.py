@@ -98,7 +98,7 @@ class Peer(Decoy):
         self.delay = extra.get("delay", 1)
         self.patience = extra.get("patience", 3)
         self.whole_blocks = extra.get("whole_blocks", False)
-        # Whether the producer is told when its KV is no longer needed.
+        # Whether a consumer tells its producer when it no longer needs the KV.
         self.notes = True
         self.produces = self._kv_transfer_config.is_kv_producer
         self.consumes = self._kv_transfer_config.is_kv_consumer
