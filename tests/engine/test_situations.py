@@ -105,13 +105,10 @@ def test_only_what_vllm_does_is_brought_about() -> None:
     assert SHOWN.keys() <= {name for name, each in situations().items() if each.vllm}
 
 
-def test_the_decision_counts_the_situations() -> None:
-    does = [each for each in situations().values() if each.vllm]
-    read = [each.id for each in does if each.read is not None]
+def test_the_decision_names_the_situations_that_no_test_brings_about() -> None:
+    read = [each.id for each in situations().values() if each.vllm and each.read is not None]
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert f"vLLM does {len(does)} of the {len(situations())} situations" in text
-    assert f"brings {len(does) - len(read)} of these about" in text
-    assert f"The other {len(read)} (" + ", ".join(f"`{name}`" for name in read) + ")" in text
+    assert "Some (" + ", ".join(f"`{name}`" for name in read) + ") need" in text
 
 
 def test_a_field_that_needs_no_situation_is_an_option_of_vllm() -> None:
