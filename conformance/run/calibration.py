@@ -121,7 +121,8 @@ class Calibration:
         case = plain_case(plain, block_size)
         variant = Variant(case, case.engines[0], "sync", "v1", 1, block_size)
         folder = self.tmp / f"calibration-{len(self._known)}"
-        run = run_variant(variant, self.target, seed=seed, tmp=folder)
+        # What it finds is promised, so it must not be less than runs with pauses find.
+        run = run_variant(variant, self.target, seed=seed, tmp=folder, rests=True)
         claim = (0, False)
         answers = [
             event
@@ -327,7 +328,7 @@ def hand_over(target: Target, tmp: Path) -> HandOver:
         strict=False,
     )
     variant = Variant(case, "reference", "sync", "v1", 1, case.config.block_size)
-    run = run_variant(variant, target, seed=0, tmp=tmp / "hand-over")
+    run = run_variant(variant, target, seed=0, tmp=tmp / "hand-over", rests=True)
     handed = [e for e in run.trace if e["kind"] == "pair.params"]
     ends = [e for e in run.trace if e["kind"] == "pair.request"]
     return HandOver(

@@ -465,10 +465,11 @@ class Driver:
 
     def _before_asking_again(self) -> None:
         """Note whether connectors may be storing; with `rests`, give them time, once per step."""
-        self.state.hurried = self.state.hurried or alive.works_aside()
         now = (id(self.engine), self.trace.step)
-        if self.rests and now != self._rested:
-            time.sleep(REST)
+        if alive.works_aside():
+            self.state.hurried = True
+            if self.rests and now != self._rested:
+                time.sleep(REST)
         self._rested = now
 
     def _reset(self, reset: Reset) -> None:

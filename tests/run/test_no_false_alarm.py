@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from threading import Timer
+from threading import Timer, get_ident
 from typing import Any
 
 import pytest
@@ -139,18 +139,24 @@ class CommitsLate(ReferenceConnector):
     AFTER = 0.2
 
     def wait_for_save(self) -> None:
-        commit = self._store.commit
+        store, commit = self._store, self._store.commit
 
-        def later(*key: Any) -> None:
-            timer = Timer(self.AFTER, commit, key)
+        def now(epoch: int, key: str, layers: dict[str, bytes]) -> None:
+            for layer, data in layers.items():
+                store.put(epoch, key, layer, data)
+            commit(epoch, key)
+
+        def later(epoch: int, key: str) -> None:
+            layers = store._staged.pop((get_ident(), epoch, key), {})
+            timer = Timer(self.AFTER, now, (epoch, key, layers))
             timer.daemon = True
             timer.start()
 
-        self._store.commit = later  # type: ignore[method-assign]
+        store.commit = later  # type: ignore[method-assign]
         try:
             super().wait_for_save()
         finally:
-            self._store.commit = commit  # type: ignore[method-assign]
+            store.commit = commit  # type: ignore[method-assign]
 
 
 class NeverCommits(CommitsLate):
@@ -176,6 +182,19 @@ def test_what_is_stored_by_a_thread_gets_the_time_that_it_needs(
     assert row.verdict.name == verdict
     (promise,) = select(report.trace, "profile.expectation")
     assert (promise["promised"], promise["reloadable"]) == (12, 12 if verdict == "PASS" else 0)
+
+
+def test_the_promise_is_learned_without_hurry(tmp_path: Path) -> None:
+    report = judged(
+        CommitsLate,
+        make_case([*STORED, {"add": ASK}, RUN]),
+        tmp_path,
+        engine="reference",
+        store="memory:{tmp}",
+    )
+    assert failed(report) == []
+    (promise,) = select(report.trace, "profile.expectation")
+    assert (promise["promised"], promise["reloadable"]) == (12, 12)
 
 
 class RaisesInHurry(CommitsLate):
