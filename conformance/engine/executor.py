@@ -14,7 +14,7 @@ from kvconform.engine.ranks import Rank
 from kvconform.engine.view import EngineView
 from kvconform.kv import device
 from kvconform.kv.oracle import Oracle
-from kvconform.kv.provenance import Chain
+from kvconform.kv.provenance import Chain, HandedOut
 from kvconform.observe.cache import CacheObserver, shows_cache
 from kvconform.observe.call import Call
 from kvconform.observe.digest import pickle_round_trip
@@ -144,10 +144,10 @@ class Executor:
             )
 
     # -- one step
-    def execute(self, output: Any, fresh: list[tuple[int, str]]) -> Any:
+    def execute(self, output: Any, fresh: list[HandedOut]) -> Any:
         """Execute a SchedulerOutput; returns the ModelRunnerOutput of the rank that samples.
 
-        `fresh`: blocks that were handed out since the step before, with their owners. EngineFault
+        `fresh`: blocks that were handed out since the step before. EngineFault
         if a request is to be computed from a negative position.
         """
         check_starts(output)

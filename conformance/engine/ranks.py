@@ -27,7 +27,7 @@ from kvconform.engine.worker import Worker
 from kvconform.kernels.codes import CodeBook
 from kvconform.kv.cache import Group, PagedCache, SlicedCache
 from kvconform.kv.content import Content
-from kvconform.kv.provenance import Registry
+from kvconform.kv.provenance import HandedOut, Registry
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Follower(Worker):
 
     leader: Worker
 
-    def begin(self, output: Any, fresh: list[tuple[int, str]]) -> None:
+    def begin(self, output: Any, fresh: list[HandedOut]) -> None:
         """Take over the rows of the leader; to be called after its `begin` and before its step."""
         leader = self.leader
         self.fresh = fresh

@@ -20,7 +20,7 @@ from kvconform.kv import device
 from kvconform.kv.cache import Group, PagedCache
 from kvconform.kv.content import Content
 from kvconform.kv.oracle import OWN, Fill, Oracle, slots_of
-from kvconform.kv.provenance import Origin, Registry
+from kvconform.kv.provenance import HandedOut, Origin, Registry
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Worker:
         self.device = device.current
         self.overlap = Overlap(cache)
         self.rows: list[Row] = []
-        self.fresh: list[tuple[int, str]] = []
+        self.fresh: list[HandedOut] = []
         self._computed = Content.of(cache.book, np.empty(0, dtype=np.uint64))
         self._reads: list[Reads] = []
         self._corruption: dict[str, int] = {}
@@ -145,18 +145,21 @@ class Worker:
         """Rows that have read memory that a failed load has not filled, in this step."""
         self._nonce = 0
         self.scheduled: set[str] = set()
-        self._poison([(0, "the null block")])
+        self._poison([HandedOut(0, "the null block")])
 
     # -- poison
-    def _poison(self, fresh: list[tuple[int, str]]) -> None:
-        if len(fresh) > len({block for block, _ in fresh}):
+    def _poison(self, fresh: list[HandedOut]) -> None:
+        if len(fresh) > len({each.block for each in fresh}):
             # A block was handed out twice: poison one after the other.
             for each in fresh:
                 self._poison([each])
             return
-        contents = [self.registry.poison(block, owner, self.pool) for block, owner in fresh]
+        contents = [
+            self.registry.poison(each.block, each.owner, self.pool, each.positions)
+            for each in fresh
+        ]
         content = Content.of(self.cache.book, np.array(contents, dtype=np.uint64))
-        blocks = np.array([block for block, _ in fresh], dtype=np.int64)
+        blocks = np.array([each.block for each in fresh], dtype=np.int64)
         groups = self.cache.group_of[blocks]
         for number in range(len(self.cache.groups)):
             mine = np.flatnonzero(groups == number)
@@ -171,13 +174,13 @@ class Worker:
         To be called after handle_preemptions returned, and before any load or write.
         """
         self.oracle.check_writes("handle_preemptions")
-        if not self.overlap.pending or self.overlap.holds([block for block, _ in self.fresh]):
+        if not self.overlap.pending or self.overlap.holds([each.block for each in self.fresh]):
             # Poison is not work of a step: a load on another stream may begin as soon as the new
             # owner has the blocks.
             self.device.finish()
         if self.fresh:
             self._poison(self.fresh)
-        for block, owner in self.fresh:
+        for block, owner, _ in self.fresh:
             self.trace.emit(
                 "block",
                 op="poison",
@@ -189,7 +192,7 @@ class Worker:
         self.fresh = []
 
     # -- one step
-    def begin(self, output: Any, fresh: list[tuple[int, str]]) -> None:
+    def begin(self, output: Any, fresh: list[HandedOut]) -> None:
         """Take over a SchedulerOutput. Afterwards, `rows` is what the forward pass computes."""
         self.fresh = fresh
         self.batch.update(output)

@@ -256,6 +256,18 @@ class Origin:
         return f"{what} at position {self.pos} of request {self.req}{which}{when}"
 
 
+class HandedOut(NamedTuple):
+    """A block that a request got.
+
+    `positions`: those of the request whose KV it is for; None for a recurrent state, or if the
+    request has the block no longer.
+    """
+
+    block: int
+    owner: str
+    positions: range | None = None
+
+
 class Registry:
     """All content ids that the engines of one run ever wrote, and the decoder of their bytes."""
 
@@ -268,7 +280,7 @@ class Registry:
         self._poisons = 0
         self._latest: dict[tuple[str, int | None], int] = {}
         self._pools = 0
-        self._owners: dict[tuple[int, int], list[str]] = {}
+        self._owners: dict[tuple[int, int], list[tuple[str, range | None]]] = {}
         self._chains: dict[tuple[str, int], Chain] = {}
 
     def note(self, content: int, origin: Origin) -> None:
@@ -289,9 +301,12 @@ class Registry:
         """Note that an incarnation of a request computes KV."""
         self._chains[chain.req, chain.generation] = chain
 
-    def poison(self, block: int, owner: str, pool: int = 0) -> int:
-        """Return a new content id for the poison of a block of `pool` handed out to `owner`."""
-        self._owners.setdefault((pool, block), []).append(owner)
+    def poison(self, block: int, owner: str, pool: int = 0, positions: range | None = None) -> int:
+        """Return a new content id for the poison of a block of `pool` handed out to `owner`.
+
+        `positions`: what the block is for; None if that is not known.
+        """
+        self._owners.setdefault((pool, block), []).append((owner, positions))
         self._poisons += 1
         content = mix64(0xDEAD0000 + self._poisons)
         self.note(content, Origin("poison", owner, 0, block))
@@ -308,20 +323,25 @@ class Registry:
         """Return the latest poison of a block that was handed out to `owner`; -1 without one."""
         return self._latest.get((owner, block), -1)
 
-    def changed_hands(self, wanted: int, held: int) -> bool:
-        """Return whether a block went from a request that has `wanted` to another that has `held`.
+    def changed_hands(self, wanted: int, pos: int, held: int) -> bool:
+        """Return whether a block went from a request with `wanted` at `pos` to one with `held`.
 
-        A read that comes too late, or uses an outdated table, may find `held` then.
+        Both must be in the same place of the block: a read that comes too late, or uses an outdated
+        table, may find `held` then.
         """
         before = self.having(wanted)
         after = self.having(held)
+        found_at = self.origins[held].pos
         for owners in self._owners.values():
-            earlier: set[str] = set()
-            for owner in owners:
-                if owner in after and earlier - {owner}:
+            earlier: list[tuple[str, range | None]] = []
+            for owner, positions in owners:
+                if owner in after and any(
+                    other != owner and _same_place(old, pos, positions, found_at)
+                    for other, old in earlier
+                ):
                     return True
                 if owner in before:
-                    earlier.add(owner)
+                    earlier.append((owner, positions))
         return False
 
     def having(self, content: int) -> set[str]:
@@ -351,6 +371,16 @@ class Registry:
                             self._prints[value] = (content, layer, kv, head)
             self._indexed = len(self._order)
         return self._prints.get(fingerprint)
+
+
+def _same_place(old: range | None, pos: int, new: range | None, found_at: int) -> bool:
+    """Return whether a block for the positions `old` had `pos` where, for `new`, it has `found_at`.
+
+    It may have if either is not known.
+    """
+    if old is None or new is None:
+        return True
+    return pos in old and found_at in new and pos - old.start == found_at - new.start
 
 
 class Diagnosis(NamedTuple):
@@ -516,7 +546,7 @@ def _classify(
         return "other_prefix"
     if origin.req == reader.req:
         return "stale_generation"
-    if registry.changed_hands(reader.ids[pos], content):
+    if registry.changed_hands(reader.ids[pos], pos, content):
         return "other_request"
     # The request whose KV was wanted, too, has this at another position: behind the prompt, maybe.
     return "other_position" if registry.is_of(reader.ids[pos], origin) else "other_tokens"

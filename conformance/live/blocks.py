@@ -14,6 +14,7 @@ import torch
 
 from kvconform.contract.events import WRITES
 from kvconform.contract.trace import Event, Trace
+from kvconform.kv.provenance import HandedOut
 from kvconform.live.book import Book, Finding, Poisoned, poison_value
 from kvconform.live.state import Granted, Named, StepNote
 
@@ -140,7 +141,7 @@ class BlockOracle:
         self.poisoning = poison
         self.loads: list[Load] = []
         self.note = StepNote(0)
-        self.fresh: list[tuple[int, str]] = []
+        self.fresh: list[HandedOut] = []
         self.failed_blocks: set[int] = set()
         self.failed_reqs: set[str] = set()
         self.reported: set[str] = set()
@@ -155,8 +156,8 @@ class BlockOracle:
         self._overdue()
         self.note = note
         zeroed = set(note.zeroed)
-        self.fresh = [one for one in note.fresh if one[0] not in zeroed]
-        handed_out = {block for block, _ in note.fresh}
+        self.fresh = [one for one in note.fresh if one.block not in zeroed]
+        handed_out = {each.block for each in note.fresh}
         self.bad -= handed_out
         for block in handed_out:
             self.blocks.poisoned.pop(block, None)
@@ -180,10 +181,10 @@ class BlockOracle:
 
     def poison_fresh(self) -> None:
         """Poison the newly allocated blocks. Call after handle_preemptions, before any load."""
-        engine_writes = {*self.note.zeroed, *(block for block, _ in self.fresh)}
+        engine_writes = {*self.note.zeroed, *(each.block for each in self.fresh)}
         self.check("handle_preemptions", also=engine_writes)
         if self.poisoning:
-            for block, owner in self.fresh:
+            for block, owner, _ in self.fresh:
                 poisoned = Poisoned(owner, self.note.wanted.get(block))
                 self.book.poisoners.setdefault(self.blocks.poison(block), []).append(poisoned)
         self.fresh = []

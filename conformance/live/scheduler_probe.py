@@ -15,7 +15,7 @@ from kvconform.compat.vllm_api import RequestStatus
 from kvconform.contract.events import run_end
 from kvconform.contract.trace import Event, Trace
 from kvconform.kv.oracle import Loads
-from kvconform.kv.provenance import Identity, Memory
+from kvconform.kv.provenance import HandedOut, Identity, Memory
 from kvconform.live.entry import Entries
 from kvconform.live.job import JOB
 from kvconform.live.state import (
@@ -220,14 +220,12 @@ class SchedulerProbe:
         self.flight.append(Flight(output, note, shares))
         return output
 
-    def _wanted(
-        self, fresh: list[tuple[int, str]], tables: dict[str, list[list[int]]]
-    ) -> dict[int, int]:
+    def _wanted(self, fresh: list[HandedOut], tables: dict[str, list[list[int]]]) -> dict[int, int]:
         """Return the field `wanted` of a StepNote."""
         size = self.loads.shape.block_size
-        handed_out = {block for block, _ in fresh}
+        handed_out = {each.block for each in fresh}
         found: dict[int, int] = {}
-        for req in {owner for _, owner in fresh if owner in self.scheduler.requests}:
+        for req in {each.owner for each in fresh if each.owner in self.scheduler.requests}:
             ids, _ = self.roster.chain(self.scheduler.requests[req])
             for block, end in zip(tables[req][0], range(size, len(ids) + 1, size), strict=False):
                 if block in handed_out:

@@ -17,7 +17,7 @@ import torch
 from kvconform.contract.case import GroupKind
 from kvconform.contract.trace import Event
 from kvconform.kv.cache import Group
-from kvconform.kv.provenance import Adapter, Chain, Identity
+from kvconform.kv.provenance import Adapter, Chain, HandedOut, Identity
 
 
 @dataclass
@@ -180,7 +180,7 @@ class StepNote:
     named: list[Named] = field(default_factory=list)
     unseen: list[int] = field(default_factory=list)
     granted: list[Granted] = field(default_factory=list)
-    fresh: list[tuple[int, str]] = field(default_factory=list)
+    fresh: list[HandedOut] = field(default_factory=list)
     wanted: dict[int, int] = field(default_factory=dict)
     zeroed: list[int] = field(default_factory=list)
     written: set[int] = field(default_factory=set)

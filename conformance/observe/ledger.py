@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from kvconform.compat.step import has_sync_loads
 from kvconform.compat.vllm_api import FINISHED_ERROR, RequestStatus, is_chunk
 from kvconform.contract.trace import Event, Trace
+from kvconform.kv.provenance import HandedOut
 from kvconform.observe.observer import Observer
 from kvconform.observe.view import SchedulerView
 
@@ -147,7 +148,8 @@ class Ledger:
         self.observer = observer
         self.is_async = is_async
         self.pool = view.scheduler.kv_cache_manager.block_pool
-        self._sizes = [group.block_size for group in view.loads.shape.groups]
+        self._groups = view.loads.shape.groups
+        self._sizes = [group.block_size for group in self._groups]
         self._fresh: list[int] = []
         self._alive: list[tuple[str, weakref.ref[Any]]] = []
         self._states: dict[str, tuple[str, int]] = {}  # status and computed tokens before a call
@@ -187,23 +189,29 @@ class Ledger:
         self.pool.get_new_blocks = take
         self.pool.free_blocks = give
 
-    def take_fresh(self, tables: dict[str, list[list[int]]]) -> list[tuple[int, str]]:
-        """Return the blocks that the last schedule() handed out, with their owners.
+    def take_fresh(self, tables: dict[str, list[list[int]]]) -> list[HandedOut]:
+        """Return the blocks that the last schedule() handed out.
 
         `tables`: per request, one per group. Notes the group of each block; emits `block`.
         """
-        owners = {
-            block: (req, number)
+        places = {
+            block: (req, number, index)
             for req, groups in tables.items()
             for number, table in enumerate(groups)
-            for block in table
+            for index, block in enumerate(table)
         }
-        fresh = [(block, owners.get(block, ("nobody", 0))) for block in self._fresh if block != 0]
-        for block, (owner, group) in fresh:
-            self.view.loads.shape.group_of[block] = group
+        fresh = []
+        for block in filter(None, self._fresh):
+            owner, number, index = places.get(block, ("nobody", 0, None))
+            positions = None
+            if index is not None and not self._groups[number].recurrent:
+                size = self._sizes[number]
+                positions = range(index * size, (index + 1) * size)
+            fresh.append(HandedOut(block, owner, positions))
+            self.view.loads.shape.group_of[block] = number
             self.trace.emit("block", op="alloc", id=block, owner=owner, ref=1, in_flight=False)
         self._fresh = []
-        return [(block, owner) for block, (owner, _) in fresh]
+        return fresh
 
     # -- requests
     def added(self, request: Any) -> None:

@@ -13,6 +13,7 @@ from kvconform.kernels.codes import CodeBook
 from kvconform.kv.cache import PagedCache
 from kvconform.kv.content import Content
 from kvconform.kv.oracle import slots_of
+from kvconform.kv.provenance import HandedOut
 
 TOKENS = list(range(100, 112))
 
@@ -110,7 +111,7 @@ def test_what_handle_preemptions_writes_is_judged_before_the_poison() -> None:
     made = Machine()
     made.step(output(new=[("a", TOKENS, [1, 2, 3], 0, 12)]))
     made.tables["a"] = [1, 2, 3]
-    made.worker.begin(output(new=[("c", [1], [5], 0, 1)]), [(5, "c")])
+    made.worker.begin(output(new=[("c", [1], [5], 0, 1)]), [HandedOut(5, "c")])
     made.put(20, 3)
     made.worker.poison_fresh()
     assert [(e["after_hook"], e["unallocated"]) for e in made.events("kv.changed")] == [

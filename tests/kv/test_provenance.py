@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,16 +160,33 @@ def test_every_name_of_the_closed_list_has_a_case() -> None:
         [(1, 9, "a"), (1, 8, "b")],
         [(1, 9, "a"), (1, 9, "c"), (1, 8, "b")],
         [(1, 9, "b"), (1, 9, "b")],
+        [(1, 9, "a", range(4, 8)), (1, 9, "b", range(4))],
+        [(1, 9, "a", range(4)), (1, 9, "b", range(4, 8))],
+        [(1, 9, "a", range(4)), (1, 9, "b", range(1, 5))],
     ],
-    ids=["before", "of another engine", "another block", "to a third request", "its own again"],
+    ids=[
+        "before",
+        "of another engine",
+        "another block",
+        "to a third request",
+        "its own again",
+        "for other positions before",
+        "for other positions after",
+        "elsewhere in the block",
+    ],
 )
-def test_a_block_changes_hands_only_from_one_with_the_kv(
-    handed_out: list[tuple[int, int, str]],
-) -> None:
+def test_a_block_changes_hands_only_from_one_with_the_kv(handed_out: list[Any]) -> None:
     world = World()
-    for pool, block, owner in handed_out:
-        world.registry.poison(block, owner, pool)
+    for pool, block, owner, *positions in handed_out:
+        world.registry.poison(block, owner, pool, *positions)
     assert world.diagnose(other_tokens(world)).found == "other_tokens"
+
+
+def test_a_block_changes_hands_in_the_place_of_the_kv() -> None:
+    world = World()
+    world.registry.poison(9, "a", 1, range(4))
+    world.registry.poison(9, "b", 1, range(4))
+    assert world.diagnose(other_tokens(world)).found == "other_request"
 
 
 def test_what_follows_the_wanted_kv_in_another_request_is_kv_of_another_position() -> None:

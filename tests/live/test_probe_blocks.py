@@ -12,6 +12,7 @@ import torch
 
 from kvconform.contract.events import WRITES
 from kvconform.contract.trace import Trace
+from kvconform.kv.provenance import HandedOut
 from kvconform.live.blocks import BlockOracle, Blocks
 from kvconform.live.book import Book, Poisoned
 from kvconform.live.state import Granted, Named, StepNote
@@ -38,7 +39,7 @@ class Rig:
         self.oracle.begin(
             StepNote(
                 1,
-                fresh=[(b, "a") for b in (1, 2, 3)],
+                fresh=[HandedOut(b, "a") for b in (1, 2, 3)],
                 written={1, 2, 3},
                 tables={"a": [1, 2, 3]},
                 scheduled=["a"],
@@ -62,7 +63,7 @@ class Rig:
         """
         granted = Granted("b#0.1", "b", 0, start, end, is_async, [5, 6, 7, 8], CONTENTS)
         note = StepNote(
-            2, named=self.named, granted=[granted], fresh=[(b, "b") for b in (5, 6, 7, 8)]
+            2, named=self.named, granted=[granted], fresh=[HandedOut(b, "b") for b in (5, 6, 7, 8)]
         )
         note.tables, note.scheduled, note.written = (
             {"b": [5, 6, 7, 8]},

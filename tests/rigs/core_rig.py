@@ -20,7 +20,7 @@ from kvconform.engine.worker import Worker
 from kvconform.kernels.codes import CodeBook
 from kvconform.kv.cache import Group, PagedCache
 from kvconform.kv.oracle import Grant, Oracle
-from kvconform.kv.provenance import Identity, Registry
+from kvconform.kv.provenance import HandedOut, Identity, Registry
 from kvconform.run.records import Run
 from kvconform.run.runner import run_variant
 
@@ -167,7 +167,7 @@ class Machine:
         """
         worker = self.worker
         self.trace.step += 1
-        worker.begin(made, list(fresh))
+        worker.begin(made, [HandedOut(*each) for each in fresh])
         worker.poison_fresh()
         if before:
             before()
