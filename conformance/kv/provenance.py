@@ -327,7 +327,7 @@ class Registry:
         """Return whether a block went from a request with `wanted` at `pos` to one with `held`.
 
         Both must be in the same place of the block: a read that comes too late, or uses an outdated
-        table, may find `held` then.
+        table, may find `held` then. It may be the same request, for other positions.
         """
         before = self.having(wanted)
         after = self.having(held)
@@ -336,7 +336,8 @@ class Registry:
             earlier: list[tuple[str, range | None]] = []
             for owner, positions in owners:
                 if owner in after and any(
-                    other != owner and _same_place(old, pos, positions, found_at)
+                    (other, old) != (owner, positions)
+                    and _same_place(old, pos, positions, found_at)
                     for other, old in earlier
                 ):
                     return True

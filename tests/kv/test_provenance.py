@@ -182,6 +182,17 @@ def test_a_block_changes_hands_only_from_one_with_the_kv(handed_out: list[Any]) 
     assert world.diagnose(other_tokens(world)).found == "other_tokens"
 
 
+def test_a_block_comes_back_to_its_request_for_other_positions() -> None:
+    """What left the window may get the block of what enters it."""
+    world = World()
+    old = world.chain("p", 0, [*TOKENS, *range(31, 39)], "salt")
+    world.registry.computes(old)
+    world.registry.poison(9, "p", 1, range(4))
+    assert world.diagnose(world.row(old.ids[11])).found == "other_position"
+    world.registry.poison(9, "p", 1, range(8, 12))
+    assert world.diagnose(world.row(old.ids[11])).found == "other_request"
+
+
 def test_a_block_changes_hands_in_the_place_of_the_kv() -> None:
     world = World()
     world.registry.poison(9, "a", 1, range(4))
