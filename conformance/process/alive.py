@@ -95,7 +95,7 @@ def works_aside() -> bool:
 
     Sockets do not count: libraries open some as well, and a client waits for its answers.
     """
-    return bool(threads_of_connectors() or _children() - _Ours.alive.children)
+    return bool(threads_of_connectors() or (_has_children() and _children() - _Ours.alive.children))
 
 
 def _threads() -> frozenset[threading.Thread]:
@@ -106,6 +106,15 @@ def _threads() -> frozenset[threading.Thread]:
     main = threading.main_thread()
     threads = threading.enumerate()
     return frozenset(t for t in threads if t is not main and t.name != watchdog.THREAD)
+
+
+def _has_children() -> bool:
+    """Return whether there is any child process. It takes a tenth of the time of `_children`."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _children() -> set[int]:

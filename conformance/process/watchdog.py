@@ -110,6 +110,8 @@ class _Watch:
         self.owner: int | None = None
         self.running = False
         self.log: IO[Any] | None = None
+        self.fires = 0.0
+        """When the timer of `faulthandler` ends the process, unless it is postponed."""
 
     def enter(self, name: str, limit: float) -> None:
         self.serial += 1
@@ -167,16 +169,17 @@ class _Watch:
     def push_back(self, deadline: float | None, now: float) -> None:
         """Postpone the timer of `faulthandler` beyond the time that the other two ways need.
 
-        Outside of cases it gets much longer, because imports hold the interpreter lock.
+        Outside of cases it gets much longer, because imports hold the interpreter lock. Each time,
+        `faulthandler` starts a thread: less than a second is not worth it.
         """
         if deadline is not None:
             allowance = deadline - now
         else:
             allowance = self.limit if self.case else 120.0
-        if self.log is not None:
-            faulthandler.dump_traceback_later(
-                max(allowance, 0.0) + self.grace + 3.0, exit=True, file=self.log
-            )
+        wait = max(allowance, 0.0) + self.grace + 3.0
+        if self.log is not None and abs(now + wait - self.fires) > 1.0:
+            faulthandler.dump_traceback_later(wait, exit=True, file=self.log)
+            self.fires = now + wait
 
     def on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if (
