@@ -147,7 +147,6 @@ def build_config(
     prefix_caching: bool = True,
     spec_tokens: int = 0,
     scheduling: str = "sync",
-    runner: str = "v1",
     policy: str = "fcfs",
     transfer: KVTransferConfig | None = None,
 ) -> VllmConfig:
@@ -177,12 +176,18 @@ def build_config(
     if spec_tokens:
         arguments["speculative_config"] = _drafter(spec_tokens)
     config = EngineArgs(**arguments).create_engine_config()
-    config.cache_config.block_size = block_size
-    config.cache_config.num_gpu_blocks = num_blocks
-    config.scheduler_config.async_scheduling = scheduling == "async"
     config.scheduler_config.max_num_batched_tokens = budget
     config.scheduler_config.max_num_scheduled_tokens = None
+    resize(config, block_size=block_size, num_blocks=num_blocks, scheduling=scheduling)
     return config
+
+
+def resize(config: VllmConfig, *, block_size: int, num_blocks: int, scheduling: str) -> None:
+    """Change what nothing else in a configuration of `build_config` is derived from."""
+    config.cache_config.block_size = block_size
+    config.cache_config.num_gpu_blocks = num_blocks
+    config.cache_config.num_gpu_blocks_override = num_blocks
+    config.scheduler_config.async_scheduling = scheduling == "async"
 
 
 def _drafter(tokens: int) -> dict[str, Any]:

@@ -142,16 +142,17 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
             ),
         )
     prioritised = any(step.op == "add" and step.arg.priority for step in variant.case.steps)
-    arguments: dict[str, Any] = dict(
+    sizes: dict[str, Any] = dict(
         block_size=variant.block_size // (settings.context_parallel if with_connector else 1),
         num_blocks=settings.num_blocks,
+        scheduling=variant.scheduling,
+    )
+    arguments: dict[str, Any] = dict(
         budget=settings.budget,
         max_seqs=settings.max_seqs,
         max_model_len=settings.max_model_len,
         prefix_caching=settings.prefix_caching,
         spec_tokens=settings.spec_tokens,
-        scheduling=variant.scheduling,
-        runner=variant.runner,
         policy="priority" if prioritised else "fcfs",
     )
     key: tuple[Hashable, ...] = (*arguments.values(), tuple(settings.multi))
@@ -165,8 +166,9 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
             repr(target.adapters),
         )
     config = cached_config(
-        key, transfer, lambda: vllm_api.build_config(**arguments, transfer=transfer)
+        key, transfer, lambda: vllm_api.build_config(**sizes, **arguments, transfer=transfer)
     )
+    vllm_api.resize(config, **sizes)
     _say_sizes(config, settings.hidden_layers, latent=settings.groups == ["latent"])
     config.model_config.dtype = DTYPES[settings.dtype]
     config.cache_config.cache_dtype = settings.cache_dtype

@@ -335,7 +335,6 @@ def _configs(setup: Setup) -> tuple[Any, Any]:
         prefix_caching=setup.caching,
         spec_tokens=setup.spec,
         scheduling=setup.scheduling,
-        runner=setup.runner,
         policy=setup.policy,
         transfer=transfer,
     )
