@@ -49,7 +49,8 @@ class Zeros(Decoy):
         if num_external_tokens:
             end = (request.num_tokens - 1) // self._size
             start = end - num_external_tokens // self._size
-            self._granted += blocks.get_block_ids()[0][start:end]
+            # Block 0 stands for what has left a sliding window.
+            self._granted += [block for block in blocks.get_block_ids()[0][start:end] if block]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         granted, self._granted = self._granted, []
