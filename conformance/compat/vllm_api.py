@@ -55,6 +55,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvconform.compat import backports
 from kvconform.contract.requirement import version_key
+from kvconform.process import alive
 
 __all__ = [
     "AsyncScheduler",
@@ -80,6 +81,7 @@ __all__ = [
 
 VLLM_VERSION: str = vllm.__version__
 torch.set_num_threads(1)  # tensors are tiny; threads would only cost time
+alive.adopt_native_threads()
 ENCODER_BUDGET = 4096
 init_none_hash(sha256)
 
@@ -215,7 +217,7 @@ def init_parallel_state() -> None:
 
     directory = tempfile.mkdtemp(prefix="kvconform-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    with set_current_vllm_config(VllmConfig()):
+    with alive.of_harness(), set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{directory}/rendezvous", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
     # One rank has no other to wait for. A forked process, without gloo's threads, would hang here.

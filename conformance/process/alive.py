@@ -57,6 +57,7 @@ class _Ours:
     """What belongs to no connector; `process`: the id of the process that it is about."""
 
     alive: Alive
+    native: frozenset[int]
     process: int
 
 
@@ -67,17 +68,27 @@ def remember() -> None:
     process counts; call it before the connector is imported.
     """
     if _Ours.process != os.getpid():
-        _Ours.alive, _Ours.process = Alive.now(), os.getpid()
+        _begin()
+
+
+def _begin() -> None:
+    _Ours.alive, _Ours.native, _Ours.process = Alive.now(), _native(), os.getpid()
+
+
+def adopt_native_threads() -> None:
+    """Take the threads of native libraries for the harness's own: imports start some."""
+    _Ours.native |= _native()
 
 
 @contextmanager
 def of_harness() -> Iterator[None]:
     """Take what begins within the block for the harness's own."""
-    before = Alive.now()
+    before, native = Alive.now(), _native()
     try:
         yield
     finally:
         _Ours.alive |= Alive.now() - before
+        _Ours.native |= _native() - native
 
 
 def of_connectors() -> Alive:
@@ -86,8 +97,17 @@ def of_connectors() -> Alive:
 
 
 def threads_of_connectors() -> frozenset[threading.Thread]:
-    """Return the threads that connectors have in this process; native ones are not seen."""
+    """Return the Python threads that connectors have in this process."""
     return _threads() - _Ours.alive.threads
+
+
+def native_threads_of_connectors() -> list[str]:
+    """Return the names of the threads that native libraries of connectors have in this process."""
+    names = []
+    for task in _native() - _Ours.native:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names.append((TASKS / str(task) / "comm").read_text().strip())
+    return sorted(names)
 
 
 def works_aside() -> bool:
@@ -106,6 +126,12 @@ def _threads() -> frozenset[threading.Thread]:
     main = threading.main_thread()
     threads = threading.enumerate()
     return frozenset(t for t in threads if t is not main and t.name != watchdog.THREAD)
+
+
+def _native() -> frozenset[int]:
+    """Return the ids of the threads that are no Python threads."""
+    tasks = {int(name) for name in os.listdir(TASKS)} if TASKS.is_dir() else set()
+    return frozenset(tasks - {thread.native_id for thread in threading.enumerate()})
 
 
 def _has_children() -> bool:
@@ -136,4 +162,4 @@ def _sockets() -> set[str]:
     return {name for name in found if name.startswith("socket:")}
 
 
-_Ours.alive, _Ours.process = Alive.now(), os.getpid()
+_begin()

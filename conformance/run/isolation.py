@@ -54,9 +54,10 @@ def left_behind() -> list[str]:
     """Return the names of the threads that connectors have left in this process.
 
     Code in a forked process may wait for these threads, but they do not exist there. vLLM never
-    starts a process like that. Threads of native libraries are not visible.
+    starts a process like that.
     """
-    return sorted(each.name for each in alive.threads_of_connectors())
+    threads = sorted(each.name for each in alive.threads_of_connectors())
+    return threads + alive.native_threads_of_connectors()
 
 
 def cannot_fork(steps: Sequence[Any], relation: str) -> bool:

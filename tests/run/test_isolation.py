@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import threading
 from multiprocessing.connection import Connection
@@ -42,3 +43,26 @@ def test_in_the_process_of_the_import_nothing_changes() -> None:
     alive.remember()
     assert "connector" in isolation.left_behind()
     over.set()
+
+
+def _native_in_fork(connection: Connection) -> None:
+    alive.remember()
+    library = ctypes.CDLL(None)
+
+    def start() -> None:
+        library.pthread_create(ctypes.byref(ctypes.c_ulong()), None, library.pause, None)
+
+    with alive.of_harness():
+        start()
+    before = len(isolation.left_behind())
+    start()
+    connection.send((before, len(isolation.left_behind())))
+
+
+def test_threads_of_native_libraries_count() -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_native_in_fork, args=(theirs,))
+    process.start()
+    assert ours.recv() == (0, 1)
+    process.join()
