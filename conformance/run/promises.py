@@ -217,6 +217,7 @@ class Promises:
     ) -> None:
         self.caps = caps
         self.declared = declared
+        self._whole: dict[int, bool] = {}
         self.calibrate = calibrate
 
     def promised(
@@ -240,7 +241,7 @@ class Promises:
         `window`, `caching`, `room` and `layout` are as in `Plain`: a connector may behave
         differently with several groups or in a layout, need a prefix cache, or save only what is
         about to be evicted. `found`: tokens that came back. If they are all that could be promised,
-        no plain run is made.
+        no plain run is made: all whole blocks, of a connector that stores nothing else.
         """
         saves = self.caps["saves"]
         if final is None or saves == "none" or not self.caps["store"]:
@@ -261,6 +262,9 @@ class Promises:
             return declared
         if not self.declared and found >= limit:
             return max(0, limit)
+        whole = limit // block_size * block_size
+        if not self.declared and found >= whole and self._only_whole_blocks(block_size):
+            return whole
         # In the plain run, too, share only what was final: a connector that stores whole chunks
         # stores nothing of an incomplete one.
         shared = common if limit >= min(common, len(wanted) - 1) else limit
@@ -281,3 +285,11 @@ class Promises:
         # Of several groups, what comes back also depends on what each of them still holds. In a
         # layout that it does not know, a connector may store nothing.
         return min(declared if self.declared else limit, self.calibrate(plain, block_size))
+
+    def _only_whole_blocks(self, block_size: int) -> bool:
+        """Return whether a plain run brings back whole blocks, of a prompt that ends within one."""
+        if block_size not in self._whole:
+            tokens = 10 * block_size + 3
+            found = self.calibrate(Plain(tokens, 1, tokens, tokens), block_size)
+            self._whole[block_size] = found > 0 and found % block_size == 0
+        return self._whole[block_size]

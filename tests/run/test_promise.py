@@ -88,29 +88,34 @@ def test_promised_tokens(arguments: dict[str, Any], tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "back", "tokens", "runs"),
+    ("found", "whole", "back", "tokens", "runs"),
     [
-        (29, 20, 29, 0),  # all that could be promised: a plain run can only promise less
-        (30, 20, 29, 0),
-        (28, 20, 20, 1),
-        (28, 99, 29, 1),
-        (0, 99, 29, 1),
+        (29, False, 20, 29, 0),  # all that could be promised: a plain run can only promise less
+        (30, False, 20, 29, 0),
+        (28, True, 20, 28, 1),  # all whole blocks, and it is seen to store nothing else
+        (28, False, 20, 20, 2),
+        (28, False, 99, 29, 2),
+        (0, True, 99, 29, 1),
     ],
 )
 def test_a_plain_run_is_made_if_its_outcome_matters(
-    found: int, back: int, tokens: int, runs: int
+    found: int, whole: bool, back: int, tokens: int, runs: int
 ) -> None:
     asked = []
 
     def calibrate(plain: Plain, block_size: int) -> int:
-        asked.append((plain, block_size))
-        return back
+        asked.append(plain)
+        if plain.prompt == 10:
+            return back
+        assert plain == Plain(43, 1, 43, 43)
+        return 40 if whole else 42
 
     promises = Promises(CAPS, False, calibrate)
     source = SimpleNamespace(all_token_ids=list(range(30)))
     request = SimpleNamespace(all_token_ids=list(range(40)))
-    assert promises.promised(source, list(range(10)), request, 4, 99, found=found) == tokens
-    assert len(asked) == runs
+    for _ in range(2):
+        assert promises.promised(source, list(range(10)), request, 4, 99, found=found) == tokens
+        assert len(set(asked)) == runs
 
 
 # -- what is learned
