@@ -10,8 +10,8 @@ the 3FS client is missing, and the metadata server; both are used unchanged. The
   waiting, and nothing orders it before the scatter that follows. The adapter waits for it, as the
   3FS client does.
 
-`kvconform_fail_load` makes one load fail: the metadata server then reports its pages as missing, as
-it does after they were cleared.
+`kvconform_fail_load` makes one load fail: it reads its pages beyond the end of the file, where the
+client's read fails.
 
 The connector has no `shutdown`, replaces the process's signal handlers, and leaves closing to
 `atexit`. `around` does after each run what the end of the process would have done. By then the
@@ -32,6 +32,8 @@ from kvconform.adapters.registry import Adapter
 URL = "KVCONFORM_HF3FS_URL"
 """Environment variable: URL of the metadata server."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+BEYOND = 1 << 40
+"""Number of a page that no file has."""
 _made: list[Any] = []  # connectors that are not closed
 _armed: set[str] = set()  # requests whose next load fails
 _loading = threading.local()  # `request`: the request that this thread loads
@@ -69,7 +71,7 @@ def install() -> None:
         found = locate(self, rank, keys)
         if getattr(_loading, "request", None) in _armed:
             _armed.discard(_loading.request)
-            return [None] * len(found)
+            return [BEYOND] * len(found)
         return found
 
     def finished(self: Any, offsets: list[int], tensors: list[Any]) -> list[int]:

@@ -36,7 +36,8 @@ _STAGES: tuple[tuple[Stage, tuple[str, ...]], ...] = (
     (Stage.TOKENS, ("compose.", "multi.as-alone", "live.tokens", "live.likelihood")),
     (Stage.ANNOUNCED, ("events.", "save.completeness", "save.as-plain", "restart.keeps")),
     (Stage.ANNOUNCED, ("lookup.truth", "transfer.delivered")),
-    (Stage.CACHE, ("cache.", "identity.")),
+    # What is computed upon a load that failed in silence is stored after it.
+    (Stage.CACHE, ("cache.", "identity.", "save.sound")),
     (Stage.FORM, ("stats.", "handshake.", "finish.", "lookup.sources-add-up", "ranks.engine-id")),
     (Stage.FORM, ("api.", "lifecycle.threads-end", "lifecycle.shutdown")),
     (Stage.SAVE, ("save.", "streams.save-after-write")),

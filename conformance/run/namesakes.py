@@ -58,8 +58,12 @@ class Namesakes:
         """
         wanted = request.all_token_ids
         own = self.state.adds[name]
+        events = self.state.trace.events
+        restarted = any(e["kind"] == "engine.lifecycle" and e["op"] == "restart" for e in events)
         for number, (other, known) in enumerate(self.state.requests.items()):
-            if other != name:
+            alike = list(differences(self.state.adds[other], own)) == [RESTARTED]
+            # One that is alike loaded what it asks for: that is no origin of the KV.
+            if other != name and (restarted or not alike):
                 common = common_prefix(wanted, known.all_token_ids)
                 yield common, -_distance(self.state.adds[other], own), -number, other
 
