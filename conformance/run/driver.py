@@ -129,7 +129,7 @@ class Driver:
         self._threads_before = frozenset(threading.enumerate())
         self.rests = rests
         """Whether connectors get time to store, before stored content is asked for."""
-        self._rested: tuple[int, int] | None = None
+        self._asked: tuple[int, int] | None = None
         self.expectations = Expectations(self.state, self._free_blocks)
         self.engine = self._start()
         self._operations = self._table()
@@ -466,11 +466,13 @@ class Driver:
     def _before_asking_again(self) -> None:
         """Note whether connectors may be storing; with `rests`, give them time, once per step."""
         now = (id(self.engine), self.trace.step)
+        if now == self._asked:
+            return
+        self._asked = now
         if alive.works_aside():
             self.state.hurried = True
-            if self.rests and now != self._rested:
+            if self.rests:
                 time.sleep(REST)
-        self._rested = now
 
     def _reset(self, reset: Reset) -> None:
         self.engine.reset(running=reset.running, connector=reset.connector)
