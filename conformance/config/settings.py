@@ -54,6 +54,8 @@ ENGINES = ("reference", "vllm")
 SCHEDULINGS = ("sync", "async")
 PLACEHOLDERS = ("tmp", "block_size")
 """What a run replaces in the strings of `extra_config`, in braces (Target.options)."""
+HASH_SEED = "PYTHONHASHSEED"
+"""Variable of `env` that every interpreter must have from its start."""
 
 
 class Settings(BaseModel):

@@ -30,6 +30,7 @@ class Target:
     - `device`: where the KV cache is.
     - `adapters`: in force wherever the connector runs.
     - `router`: `package.module:Class` that makes the parameters of transfers, or None for vLLM's.
+    - `hash_seed`: PYTHONHASHSEED of every interpreter, as the settings prescribe it, or None.
     """
 
     connector: str | None
@@ -41,6 +42,7 @@ class Target:
     device: Device = "cpu"
     adapters: tuple[str, ...] = ()
     router: str | None = None
+    hash_seed: str | None = None
 
     @property
     def name(self) -> str:

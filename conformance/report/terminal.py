@@ -255,8 +255,8 @@ def _unmet(console: Console, reports: Iterable[CaseReport], found: Aggregate) ->
         return
     whose = "it tests" if len(unmet) == 1 else "they test"
     text = f"{many(len(unmet), 'run')} did not reach the situation {whose}"
-    text += "; a store that is small, not persistent or written late is one reason, a failure that was not"
-    text += " reported another"
+    text += "; a store that is small, not persistent or written late is one reason,"
+    text += " a failure that was not reported another"
     if found.unreached:
         text += f". They did not exercise {listed(list(found.unreached), LISTED)}"
     console.print()

@@ -172,16 +172,16 @@ def run_first_part_afresh(
 ) -> tuple[Progress, Registry]:
     """Run the steps before the restart in a fresh interpreter, as `run_first_part` does in a fork.
 
-    Its hash seed is random. vLLM's block hashes are those of this process.
+    Its hash seed is random, unless the target prescribes one. vLLM's block hashes are those of this
+    process.
     """
     job = _job(variant, target, seed, tmp, caps, relation, promises, rests)
     job["first_part"] = True
     hash_seed = os.environ.get("PYTHONHASHSEED")
     if hash_seed is not None:
         job["hash_seed"] = hash_seed
-    left = _answer(
-        job, "before the restart, in the first interpreter,", {}, without=("PYTHONHASHSEED",)
-    )
+    without = () if target.hash_seed else ("PYTHONHASHSEED",)
+    left = _answer(job, "before the restart, in the first interpreter,", {}, without=without)
     trace.events[:], trace.step, ended, part = pickle.loads(left)
     if part.left is None:
         raise ended

@@ -94,6 +94,8 @@ def make_runs(
     for relation in ("connector", *variant.case.relations):
         if relation == "second-process" and target.device != "cpu":
             continue  # a forked process has no device
+        if relation == "hash-seed" and target.hash_seed is not None:
+            continue  # every interpreter has the same one
         if relation != "no-connector" or plain is None:
             runs[relation] = run(relation, relation)
             continue

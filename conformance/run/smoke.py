@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvconform.adapters import registry as adapters
-from kvconform.config.settings import Settings
+from kvconform.config.settings import HASH_SEED, Settings
 from kvconform.config.target import Target
 from kvconform.contract.case import Variant
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError, one_line
@@ -36,6 +36,7 @@ def target_of(settings: Settings) -> Target:
         device=settings.target_device,
         adapters=tuple(settings.adapters),
         router=settings.router,
+        hash_seed=settings.env.get(HASH_SEED),
     )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvconform.config.settings import Settings
+from kvconform.config.settings import HASH_SEED, Settings
 from kvconform.errors import EnvironmentProblem
 from kvconform.report.merge import JUNIT
 from kvconform.report.terminal import make_console
@@ -99,6 +99,7 @@ def _judge(controller: Controller, channel: socket.socket | None) -> None:
     status = 0
     try:
         with (
+            _hash_seed(settings),
             _source_of_workers(controller, channel),
             hermetic(settings.debug, "xdist.plugin,kvconform.session.plugin"),
         ):
@@ -112,6 +113,19 @@ def _judge(controller: Controller, channel: socket.socket | None) -> None:
             f"pytest ended with status {status} before anything was run (--debug shows its output)"
         )
         controller.exit_code = controller.finish()
+
+
+@contextlib.contextmanager
+def _hash_seed(settings: Settings) -> Iterator[None]:
+    """Start workers with the hash seed of the settings: an interpreter reads it when it starts."""
+    before = os.environ.get(HASH_SEED)
+    os.environ.update({name: settings.env[name] for name in settings.env.keys() & {HASH_SEED}})
+    try:
+        yield
+    finally:
+        os.environ.pop(HASH_SEED, None)
+        if before is not None:
+            os.environ[HASH_SEED] = before
 
 
 @contextlib.contextmanager

@@ -81,6 +81,21 @@ def test_a_store_of_earlier_runs_is_named_and_nothing_is_judged(tmp_path: Path, 
     assert "FAIL" not in second.stdout and "CONFORMANT" not in second.stdout
 
 
+@pytest.mark.parametrize("how", [[], ["--debug"]], ids=["forked", "new"])
+def test_a_connector_may_need_a_hash_seed_if_its_settings_prescribe_one(
+    tmp_path: Path, how: list[str]
+) -> None:
+    """Workers are forked by a process, or new interpreters with `--debug`.
+
+    Without the seed it is the planted defect unseen-process-hash.
+    """
+    (tmp_path / "kvconform.toml").write_text('[env]\nPYTHONHASHSEED = "7"\n', encoding="utf-8")
+    connector = "kvconform.refimpl.defects.identity:UnseenProcessHash"
+    arguments = (connector, *OPTIONS, *how, "-k", "lifecycle.restart-interpreter", "--no-server")
+    done = kvconform("run", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_what_a_connector_logs_is_not_kept_alive(tmp_path: Path, warm: Warm) -> None:
     """LMCache logs time-outs like this; pytest kept the records, and so the requests."""
     arguments = ("logs_errors:Connector", *OPTIONS, "-k", "lifecycle.hook-order")
