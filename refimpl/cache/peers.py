@@ -74,8 +74,9 @@ class Neighbours:
         """Yield a client of each other engine that is announced."""
         with suppress(StoreError):
             for key in sorted(self._meeting.list(ADDRESSES)):
-                url = (self._meeting.get(key) or b"").decode()
-                if key != self._key and url:
+                url = (self._meeting.get(key) or b"").decode(errors="replace")
+                # An address may be damaged, as all that is stored.
+                if key != self._key and url.startswith("http://"):
                     yield self._client(url)
 
     def _client(self, url: str) -> Backend:

@@ -73,7 +73,7 @@ class SaveBudget(Undeclared):
 
 
 class Expiring(Undeclared):
-    """Finds a chunk for ten steps after its save or first hit; then it must be saved again."""
+    """Finds a chunk for ten steps after its save or latest hit; then it must be saved again."""
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -106,8 +106,11 @@ class Clocked:
         """Return whether the chunk is stored and has not expired."""
         if not self._store.has(key):
             return False
-        since = self._since.setdefault(key, self._now)
-        return self._now - since < LIFETIME
+        since = self._since.get(key, self._now)
+        if self._now - since >= LIFETIME:
+            return False
+        self._since[key] = self._now  # a lookup that is repeated in the next step finds it again
+        return True
 
     def tick(self, saved: Iterable[str]) -> None:
         """Count a step; the lifetime of the `saved` chunks starts again."""

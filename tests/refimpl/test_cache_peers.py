@@ -14,7 +14,7 @@ from kvconform.refimpl.cache.backend import StoreError
 from kvconform.refimpl.cache.http import HttpBackend
 from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.cache.patience import Patient
-from kvconform.refimpl.cache.peers import Neighbours, Served
+from kvconform.refimpl.cache.peers import ADDRESSES, Neighbours, Served
 
 NAMES = ("one", "two", "three")
 
@@ -105,3 +105,13 @@ def test_an_engine_that_cannot_announce_itself_serves_nothing() -> None:
     with pytest.raises(StoreError, match="full"):
         Served(MemoryBackend(), "one", Full())
     assert set(threading.enumerate()) <= before
+
+
+def test_a_damaged_address_is_no_peer() -> None:
+    meeting = MemoryBackend()
+    one = Engine("one", meeting)
+    try:
+        meeting.set(f"{ADDRESSES}two", b"\x97 is no address")
+        assert not one.all.exists("a")
+    finally:
+        one.served.close()
