@@ -107,6 +107,10 @@ def native_threads_of_connectors() -> list[str]:
     for task in _native() - _Ours.native:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             names.append((TASKS / str(task) / "comm").read_text().strip())
+    if watchdog.has_timer():  # its thread has the name of the process
+        own = (TASKS / str(os.getpid()) / "comm").read_text().strip()
+        with contextlib.suppress(ValueError):
+            names.remove(own)
     return sorted(names)
 
 

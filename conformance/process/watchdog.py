@@ -309,6 +309,11 @@ def stop() -> None:
     _watch = _Watch()
 
 
+def has_timer() -> bool:
+    """Return whether a thread of `faulthandler` waits in this process."""
+    return _watch.running and _watch.log is not None and _watch.fires > 0
+
+
 def has_expired() -> bool:
     """Return whether a hook took too long in this process since `start`."""
     return _watch.expired is not None

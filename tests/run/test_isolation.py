@@ -6,9 +6,11 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import threading
+import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
-from kvconform.process import alive
+from kvconform.process import alive, watchdog
 from kvconform.run import isolation
 
 
@@ -45,8 +47,11 @@ def test_in_the_process_of_the_import_nothing_changes() -> None:
     over.set()
 
 
-def _native_in_fork(connection: Connection) -> None:
+def _native_in_fork(connection: Connection, note: Path) -> None:
     alive.remember()
+    watchdog.start(note=note)  # `faulthandler` has a thread of its own then
+    while not watchdog.has_timer():
+        time.sleep(0.01)
     library = ctypes.CDLL(None)
 
     def start() -> None:
@@ -59,10 +64,10 @@ def _native_in_fork(connection: Connection) -> None:
     connection.send((before, len(isolation.left_behind())))
 
 
-def test_threads_of_native_libraries_count() -> None:
+def test_threads_of_native_libraries_count(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_native_in_fork, args=(theirs,))
+    process = context.Process(target=_native_in_fork, args=(theirs, tmp_path / "note"))
     process.start()
     assert ours.recv() == (0, 1)
     process.join()
