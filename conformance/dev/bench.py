@@ -286,7 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     chosen = parser.parse_args(arguments)
     alone: dict[str, tuple[str, Callable[[], dict[str, float]]]] = {
-        "boundary": ("The placeholder boundary in a step of vLLM's scheduler", boundary.measure),
+        "boundary": ("The placeholder boundary in a step of vLLM", boundary.measure),
         "codecs": ("Codecs, a layer of 256 tokens in bfloat16", codecs),
         "pressure": ("Two engines over bounded levels, one of them on Redis", pressure.measure),
     }

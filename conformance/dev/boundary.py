@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmark of the placeholder boundary: what it adds to a step of vLLM's scheduler.
+"""Benchmark of the placeholder boundary: what it adds to a step of vLLM.
 
 A connector carries the boundary of each request of a step to its worker half: computed tokens
 without placeholders, and min(computed + scheduled, known tokens) as the end of a save.
@@ -7,6 +7,7 @@ without placeholders, and min(computed + scheduled, known tokens) as the end of 
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,8 @@ REQUESTS = (64, 256, 1000)
 BAR = 1.0
 """Per cent of a step that the boundary may take."""
 BLOCK = 16
+VOCABULARY = 500
+"""Tokens that the tiny model has, at least."""
 PROMPT = 2 * BLOCK
 STEPS = 60
 """Measured steps of decoding, after as many others."""
@@ -26,11 +29,12 @@ def boundaries(requests: dict[str, Any], output: Any) -> dict[str, tuple[int, in
     """Return, per request of a step, what is real before it and what is final after it."""
     cached = output.scheduled_cached_reqs
     found = {}
+    scheduled = output.num_scheduled_tokens
     for req_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
         request = requests[req_id]
+        end, known = computed + scheduled[req_id], request.num_tokens
         real = computed - request.num_output_placeholders
-        end = min(computed + output.num_scheduled_tokens[req_id], request.num_tokens)
-        found[req_id] = real, end
+        found[req_id] = real, end if end < known else known
     return found
 
 
@@ -41,7 +45,9 @@ def measure() -> dict[str, float]:
     - `step_us`, `with_us`: microseconds of a step of vLLM's scheduler (schedule and update),
       without and with the boundary;
     - `boundary_us`: microseconds of the boundary alone;
-    - `share`: the boundary's part of a step without it, in per cent (see `BAR`);
+    - `of_scheduler`: its part of such a step without it, in per cent;
+    - `whole_us`: microseconds of a step of vLLM with the tiny model, on a CPU;
+    - `share`: the boundary's part of that, in per cent (see `BAR`). A larger model takes longer;
     - `per_request_ns`: nanoseconds of the boundary per request. It is O(requests) if that is flat.
     """
     found: dict[str, float] = {}
@@ -58,7 +64,10 @@ def measure() -> dict[str, float]:
         found[f"{count}_step_us"] = 1e6 * step
         found[f"{count}_with_us"] = 1e6 * median(carrying)
         found[f"{count}_boundary_us"] = 1e6 * own
-        found[f"{count}_share"] = 100 * own / step
+        found[f"{count}_of_scheduler"] = 100 * own / step
+        whole = median(_whole_steps(count))
+        found[f"{count}_whole_us"] = 1e6 * whole
+        found[f"{count}_share"] = 100 * own / whole
         found[f"{count}_per_request_ns"] = 1e9 * own / count
     return found
 
@@ -99,6 +108,39 @@ def _steps(count: int) -> Iterator[tuple[float, float]]:
         if decodes:
             steps += 1
             yield time.process_time() - began, boundary
+
+
+def _whole_steps(count: int) -> list[float]:
+    """Return seconds of processor time of steps in which vLLM decodes `count` requests."""
+    from kvconform.live.start import ENVIRONMENT
+
+    os.environ.update({**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    from vllm import LLM, SamplingParams
+
+    from kvconform.compat.vllm_api import model_path
+
+    engine = LLM(
+        model=model_path(),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2 * (PROMPT + STEPS),
+        max_num_seqs=count,
+        max_num_batched_tokens=count * PROMPT,
+    ).llm_engine
+    how = SamplingParams(max_tokens=2 * STEPS, temperature=0, ignore_eos=True, detokenize=False)
+    for number in range(count):
+        tokens = [(number + place) % VOCABULARY for place in range(PROMPT)]
+        engine.add_request(f"r{number}", {"prompt_token_ids": tokens}, how)
+    seconds = []
+    engine.step()  # the prompts
+    for _ in range(STEPS):
+        began = time.process_time()
+        engine.step()
+        seconds.append(time.process_time() - began)
+    engine.engine_core.shutdown()
+    return seconds
 
 
 def _scheduler(count: int) -> Any:
