@@ -72,15 +72,19 @@ class Overlap:
         """
         written = self._written
         self._written = []
-        if not written or not self.device.unseen(self._began):
+        if not written:
             return
-        for part in written:
-            now = self.cache.peek(part.layer, part.slots)
-            self.cache.poke(part.layer, part.slots, part.before)
-            self.device.launch(partial(self.cache.poke, part.layer, part.slots, now))
-            self._held.update((part.slots // self.cache.stride).tolist())
-        self.device.launch(self._held.clear)
-        self.device.postpone(self._began)
+        # A thread of the connector's must not find events reached and the older bytes.
+        with self.device.exclusive():
+            if not self.device.unseen(self._began):
+                return
+            for part in written:
+                now = self.cache.peek(part.layer, part.slots)
+                self.cache.poke(part.layer, part.slots, part.before)
+                self.device.launch(partial(self.cache.poke, part.layer, part.slots, now))
+                self._held.update((part.slots // self.cache.stride).tolist())
+            self.device.launch(self._held.clear)
+            self.device.postpone(self._began)
 
     def holds(self, blocks: list[int]) -> bool:
         """Return whether one of `blocks` is part of what was taken back."""

@@ -82,6 +82,9 @@ class Timeline(Protocol):
     def postpone(self, position: int) -> None:
         """Move events recorded after this place behind all that is launched now."""
 
+    def exclusive(self) -> AbstractContextManager[Any]:
+        """Return a context in which no other thread gets at streams and events."""
+
     def finish(self) -> None:
         """Wait until all that was launched, and what it waited for, is done and judged.
 
@@ -133,6 +136,10 @@ class Unobserved:
 
     def postpone(self, position: int) -> None:
         """Do nothing."""
+
+    def exclusive(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing."""
+        return nullcontext()
 
     def calling(self) -> AbstractContextManager[None]:
         """Return a context that does nothing."""

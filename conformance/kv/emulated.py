@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -114,6 +114,10 @@ class Emulated:
     def postpone(self, position: int) -> None:
         """See Timeline."""
         self.cuda.machine.postpone(position)
+
+    def exclusive(self) -> AbstractContextManager[Any]:
+        """See Timeline."""
+        return self.cuda.machine.lock
 
     def finish(self) -> None:
         """See Timeline. A fault of the connector's work is raised in the next hook.

@@ -125,6 +125,37 @@ def test_an_event_that_nobody_asked_about_is_reached_later_too() -> None:
         assert step.values() == [2.0, 2.0] and host[1, 0, 1, 0] == 2.0
 
 
+def test_a_thread_that_looks_while_a_step_is_taken_back_gets_what_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waits for an event that a hook has recorded, as HF3FS's thread does."""
+    with gpu.opened("emulated", "compute"):
+        step = Pass()
+        with device.current.calling():
+            event, side = torch.cuda.current_stream().record_event(), torch.cuda.Stream()
+            host = torch.zeros(step.cache.tensors[0].shape, pin_memory=True)
+
+            def look() -> None:
+                side.wait_event(event)
+                with torch.cuda.stream(side):
+                    host.copy_(step.cache.tensors[0], non_blocking=True)
+
+            thread = threading.Thread(target=look)
+        poke, begun = step.cache.poke, []
+
+        def slow_poke(layer: int, slots: np.ndarray, rows: torch.Tensor) -> None:
+            poke(layer, slots, rows)
+            if not begun:  # the older bytes are there, and the event counts as reached
+                begun.append(thread.start())
+                thread.join(0.2)
+
+        monkeypatch.setattr(step.cache, "poke", slow_poke)
+        step.judge()
+        thread.join()
+        device.current.finish()
+        assert step.values() == [2.0, 2.0] and host[1, 0, 1, 0] == 2.0
+
+
 @pytest.mark.parametrize("slow", ["transfers", None])
 def test_nothing_is_taken_back_where_the_compute_stream_is_not_slow(slow: str | None) -> None:
     with gpu.opened("emulated", slow):
