@@ -9,6 +9,9 @@ LMCache also keeps its configuration, its engine and its threads in the process.
 end with the process; here one process does many runs. `around` lets each run begin as in a new
 process. By then the suite has judged what the last connector's shutdown left behind.
 
+An operator reaches LMCache through its controller, a process of its own. The adapter gives the
+connector the operations that the controller's messages lead to (`_lmcache_controller`).
+
 CacheGen, LMCache's lossy codec, looks up the number of layers by the model's name on a hub. The
 engines `reference` and `vllm` use names that no hub has; for these it gets their configuration.
 """
@@ -35,11 +38,14 @@ def install() -> None:
     Replaces lmcache.v1.gpu_connector.CreateGPUConnector, makes LMCacheEngineBuilder keep one engine
     per rank, and records every LMCacheManager.
     """
+    from lmcache.integration.vllm.utils import ENGINE_NAME
     from lmcache.utils import EngineType
     from lmcache.v1 import gpu_connector
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
     from lmcache.v1.manager import LMCacheManager
+    from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
+    from kvconform.adapters import _lmcache_controller as controller
     from kvconform.adapters import _lmcache_transfer as transfer
 
     theirs = gpu_connector.CreateGPUConnector
@@ -56,6 +62,11 @@ def install() -> None:
         _started.append(self)
         construct(self, *args, **kwargs)
 
+    def operations(self: Any) -> controller.Controller:
+        return controller.Controller(LMCacheEngineBuilder.get(ENGINE_NAME))
+
+    connector: Any = LMCacheConnectorV1
+    connector.kvconform_controller = operations
     gpu_connector.CreateGPUConnector = create
     LMCacheManager.__init__ = noted
     _know_the_model()
