@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's controller, as the suite asks for one (docs/cache.md).
+"""What an operator can ask of LMCache's engine, in the form that the suite wants (docs/cache.md).
 
-LMCache's controller sends messages to the worker of an engine, which calls the engine
-(`lmcache.v1.cache_controller.worker`). Here the engine is in the same process and called directly.
+The engine is called directly. LMCache's own controller, a process that sends messages to it, can do
+less: it clears whole locations, and unpins nothing (`lmcache.v1.cache_controller.worker`).
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-PIN = "kvconform"
-"""Id under which LMCache keeps the pins."""
 
 
 class Controller:
@@ -31,9 +28,14 @@ class Controller:
         self._engine.clear(list(request.all_token_ids))
 
     def pin(self, request: Any) -> None:
-        """Keep what is there of these tokens."""
-        self._engine.lookup(list(request.all_token_ids), lookup_id=PIN, pin=True)
+        """Protect what is stored of these tokens from eviction."""
+        self._engine.lookup(list(request.all_token_ids), lookup_id=_pin(request), pin=True)
 
     def unpin(self, request: Any) -> None:
         """Release the pin."""
-        self._engine.lookup_unpin(PIN)
+        self._engine.lookup_unpin(_pin(request))
+
+
+def _pin(request: Any) -> str:
+    """Return the id under which LMCache keeps the pins of this content."""
+    return f"kvconform-{hash(tuple(request.all_token_ids))}"

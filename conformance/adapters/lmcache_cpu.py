@@ -9,8 +9,8 @@ LMCache also keeps its configuration, its engine and its threads in the process.
 end with the process; here one process does many runs. `around` lets each run begin as in a new
 process. By then the suite has judged what the last connector's shutdown left behind.
 
-An operator reaches LMCache through its controller, a process of its own. The adapter gives the
-connector the operations that the controller's messages lead to (`_lmcache_controller`).
+The adapter also gives the connector what an operator can ask of LMCache's engine
+(`_lmcache_controller`).
 
 CacheGen, LMCache's lossy codec, looks up the number of layers by the model's name on a hub. The
 engines `reference` and `vllm` use names that no hub has; for these it gets their configuration.

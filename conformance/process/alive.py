@@ -104,13 +104,9 @@ def threads_of_connectors() -> frozenset[threading.Thread]:
 def native_threads_of_connectors() -> list[str]:
     """Return the names of the threads that native libraries of connectors have in this process."""
     names = []
-    for task in _native() - _Ours.native:
+    for task in _native() - _Ours.native - {watchdog.timer_thread()}:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             names.append((TASKS / str(task) / "comm").read_text().strip())
-    if watchdog.has_timer():  # its thread has the name of the process
-        own = (TASKS / str(os.getpid()) / "comm").read_text().strip()
-        with contextlib.suppress(ValueError):
-            names.remove(own)
     return sorted(names)
 
 

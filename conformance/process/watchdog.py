@@ -43,6 +43,7 @@ A run in another interpreter has a shorter limit of its own, and no verdict.
 START_SECONDS = "KVCONFORM_START_SECONDS"
 """Environment variable: seconds that importing vLLM, and then the connector, may take."""
 THREAD = "kvconform-watchdog"
+TASKS = Path("/proc/self/task")
 _SIGNAL = signal.SIGUSR2
 _HEAD = struct.Struct("<ddiBBH")
 """Header of a note.
@@ -62,6 +63,11 @@ def start_limit(default: float) -> float:
 def case_limit(hook_timeout: float) -> float:
     """Return the seconds that a case may take if each hook may take `hook_timeout` seconds."""
     return max(CASE_LIMIT, 12 * hook_timeout)
+
+
+def _tasks() -> set[int]:
+    """Return the ids of all threads of this process; an empty set where the system lists none."""
+    return {int(name) for name in os.listdir(TASKS)} if TASKS.is_dir() else set()
 
 
 class HookTimeout(BaseException):
@@ -112,6 +118,8 @@ class _Watch:
         self.log: IO[Any] | None = None
         self.fires = 0.0
         """When the timer of `faulthandler` ends the process, unless it is postponed."""
+        self.timer: int | None = None
+        """The id of its thread, if the system tells."""
 
     def enter(self, name: str, limit: float) -> None:
         self.serial += 1
@@ -178,7 +186,10 @@ class _Watch:
             allowance = self.limit if self.case else 120.0
         wait = max(allowance, 0.0) + self.grace + 3.0
         if self.log is not None and abs(now + wait - self.fires) > 1.0:
+            before = _tasks()
             faulthandler.dump_traceback_later(wait, exit=True, file=self.log)
+            new = _tasks() - before
+            self.timer = new.pop() if len(new) == 1 else None
             self.fires = now + wait
 
     def on_signal(self, _number: int, _frame: FrameType | None) -> None:
@@ -309,9 +320,9 @@ def stop() -> None:
     _watch = _Watch()
 
 
-def has_timer() -> bool:
-    """Return whether a thread of `faulthandler` waits in this process."""
-    return _watch.running and _watch.log is not None and _watch.fires > 0
+def timer_thread() -> int | None:
+    """Return the id of the thread of `faulthandler` that waits in this process, if there is one."""
+    return _watch.timer
 
 
 def has_expired() -> bool:

@@ -243,7 +243,8 @@ def _explains(root: Root, group: Sequence[Row]) -> set[str]:
     there = stage(group[0])
     if here in (Stage.ANNOUNCED, Stage.TOKENS, Stage.END, Stage.FORM) or there is Stage.FORM:
         return set()
-    if here >= there:
+    saves = first.requirement.startswith("save.") and group[0].requirement.startswith("save.")
+    if here >= there or saves:  # what is stored wrongly is no cause of what else is
         return set()
     when = {row.run: row.event for row in root.group}
     # A wrong save may show after a wrong load; all else is caused by what came before it.

@@ -287,9 +287,14 @@ class Promises:
         return min(declared if self.declared else limit, self.calibrate(plain, block_size))
 
     def _only_whole_blocks(self, block_size: int) -> bool:
-        """Return whether a plain run brings back whole blocks, of a prompt that ends within one."""
+        """Return whether plain runs bring back whole blocks only, where a block lacks one token.
+
+        Smaller chunks than a block would reach further, and others show in one of two lengths.
+        """
         if block_size not in self._whole:
-            tokens = 10 * block_size + 3
-            found = self.calibrate(Plain(tokens, 1, tokens, tokens), block_size)
-            self._whole[block_size] = found > 0 and found % block_size == 0
+            found = [
+                self.calibrate(Plain(tokens, 1, tokens, tokens), block_size)
+                for tokens in (8 * block_size, 10 * block_size)
+            ]
+            self._whole[block_size] = all(each and each % block_size == 0 for each in found)
         return self._whole[block_size]

@@ -26,6 +26,7 @@ The second is in torch's error, if it was built without CUDA.
 
 def target_of(settings: Settings) -> Target:
     """Return the connector under test that the settings describe."""
+    seed = settings.env.get(HASH_SEED, "")
     return Target(
         settings.connector,
         extra_config=settings.extra_config,
@@ -36,7 +37,7 @@ def target_of(settings: Settings) -> Target:
         device=settings.target_device,
         adapters=tuple(settings.adapters),
         router=settings.router,
-        hash_seed=settings.env.get(HASH_SEED),
+        hash_seed=seed if seed.isdigit() else None,
     )
 
 

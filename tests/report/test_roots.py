@@ -124,6 +124,13 @@ def test_of_wrong_saves_and_loads_the_explained_one_comes_first() -> None:
     assert roots([plain, explained, early])[0].row is early
 
 
+def test_a_load_that_failed_in_silence_explains_what_was_stored_upon_it() -> None:
+    silent, stored = row("load.complete-or-failed", event=3), row("save.sound", event=9)
+    assert shape(roots([stored, silent])) == [("load.complete-or-failed", ["save.sound"], [])]
+    other = row("save.confirmed", event=3)
+    assert len(roots([other, stored])) == 2
+
+
 def test_a_load_that_also_fails_elsewhere_is_a_root_cause_of_its_own() -> None:
     rows = [row("load.position"), row("load.position", "other"), row("save.owned")]
     assert shape(roots(rows)) == [("save.owned", [], []), ("load.position", [], [])]

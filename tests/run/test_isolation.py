@@ -35,6 +35,7 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     ours, theirs = context.Pipe()
     process = context.Process(target=_in_fork, args=(theirs,))
     process.start()
+    theirs.close()
     assert ours.recv() == (["harness"], [], ["connector"])
     process.join()
 
@@ -50,7 +51,7 @@ def test_in_the_process_of_the_import_nothing_changes() -> None:
 def _native_in_fork(connection: Connection, note: Path) -> None:
     alive.remember()
     watchdog.start(note=note)  # `faulthandler` has a thread of its own then
-    while not watchdog.has_timer():
+    while watchdog.timer_thread() is None:
         time.sleep(0.01)
     library = ctypes.CDLL(None)
 
@@ -69,5 +70,6 @@ def test_threads_of_native_libraries_count(tmp_path: Path) -> None:
     ours, theirs = context.Pipe()
     process = context.Process(target=_native_in_fork, args=(theirs, tmp_path / "note"))
     process.start()
+    theirs.close()
     assert ours.recv() == (0, 1)
     process.join()

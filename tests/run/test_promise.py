@@ -92,9 +92,9 @@ def test_promised_tokens(arguments: dict[str, Any], tokens: int) -> None:
     [
         (29, False, 20, 29, 0),  # all that could be promised: a plain run can only promise less
         (30, False, 20, 29, 0),
-        (28, True, 20, 28, 1),  # all whole blocks, and it is seen to store nothing else
-        (28, False, 20, 20, 2),
-        (28, False, 99, 29, 2),
+        (28, True, 20, 28, 2),  # all whole blocks, and it is seen to store nothing else
+        (28, False, 20, 20, 3),
+        (28, False, 99, 29, 3),
         (0, True, 99, 29, 1),
     ],
 )
@@ -107,8 +107,8 @@ def test_a_plain_run_is_made_if_its_outcome_matters(
         asked.append(plain)
         if plain.prompt == 10:
             return back
-        assert plain == Plain(43, 1, 43, 43)
-        return 40 if whole else 42
+        assert plain in (Plain(32, 1, 32, 32), Plain(40, 1, 40, 40))
+        return plain.prompt - (4 if whole else 1)
 
     promises = Promises(CAPS, False, calibrate)
     source = SimpleNamespace(all_token_ids=list(range(30)))
@@ -116,6 +116,19 @@ def test_a_plain_run_is_made_if_its_outcome_matters(
     for _ in range(2):
         assert promises.promised(source, list(range(10)), request, 4, 99, found=found) == tokens
         assert len(set(asked)) == runs
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_only_whole_blocks_are_taken_for_whole_blocks(size: int) -> None:
+    """Of all sizes of chunks up to a few blocks, and of a connector that saves every token."""
+    found = set()
+    for chunk in range(1, 3 * size):
+        promises = Promises(
+            CAPS, False, lambda plain, _, chunk=chunk: (plain.prompt - 1) // chunk * chunk
+        )
+        if promises._only_whole_blocks(size):
+            found.add(chunk)
+    assert found == {size, 2 * size}
 
 
 # -- what is learned
