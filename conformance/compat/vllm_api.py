@@ -6,12 +6,10 @@ Importing this module imports vLLM (6-10 s), so the controller process never imp
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import inspect
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
@@ -215,9 +213,11 @@ def init_parallel_state() -> None:
         init_distributed_environment,
     )
 
-    directory = tempfile.mkdtemp(prefix="kvconform-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    with alive.of_harness(), set_current_vllm_config(VllmConfig()):
+    with (
+        tempfile.TemporaryDirectory(prefix="kvconform-") as directory,
+        alive.of_harness(),
+        set_current_vllm_config(VllmConfig()),
+    ):
         init_distributed_environment(1, 0, f"file://{directory}/rendezvous", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
     # One rank has no other to wait for. A forked process, without gloo's threads, would hang here.

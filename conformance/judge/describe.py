@@ -753,6 +753,11 @@ _BY_TABLE = {
     "save": "a save read blocks that the request had no more, and stored",
     "load": "a load wrote by the block table from before a preemption, which left",
 }
+_HITS = {
+    "lookup.identity": "a hit on KV of another salt, adapter, image, embedding or model",
+    "reset.forgets": "a hit on KV from before a reset",
+}
+"""What is wrong with a hit, by requirement: the sentence begins with its numbers."""
 _SAVED_BY_OLD_TABLE = "a save read by the block table from before a preemption, and stored"
 """Bytes of a position of the same table: not only was the block someone else's by then."""
 
@@ -785,7 +790,7 @@ def headline(
         return f"{event['hook']} raised {event['error']}"
     if requirement == TRUTH and _unheard(event):
         return "a hit before anything of the request was computed"
-    return None
+    return _HITS.get(requirement)
 
 
 def _unheard(e: Event) -> str:

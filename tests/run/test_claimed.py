@@ -88,3 +88,12 @@ DOG = {"at": 4, "length": 2, "id": "dog"}
 def test_differences(one: dict[str, Any], other: dict[str, Any], words: list[str]) -> None:
     first, second = (Add.model_validate({"req": "a", "prompt": 9, **each}) for each in (one, other))
     assert list(differences(first, second)) == words
+
+
+def test_a_request_that_is_alike_is_no_namesake(tmp_path: Path) -> None:
+    """Request b has loaded the KV that c asks for; it is a's, whose cache salt is b's adapter."""
+    variant = SPEC.cases["identity.adapter-called-salt"].variants(["reference"], None)[0]
+    target = Target("kvconform.refimpl.defects.identity:JoinsNames", {"store": "memory:{tmp}"})
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path)
+    named = [(e["req"], e["of"]) for e in select(report.trace, "lookup.namesake")]
+    assert ("c", "a") in named and all(of == "a" for _, of in named)
