@@ -243,8 +243,7 @@ def _explains(root: Root, group: Sequence[Row]) -> set[str]:
     there = stage(group[0])
     if here in (Stage.ANNOUNCED, Stage.TOKENS, Stage.END, Stage.FORM) or there is Stage.FORM:
         return set()
-    saves = first.requirement.startswith("save.") and group[0].requirement.startswith("save.")
-    if here >= there or saves:  # what is stored wrongly is no cause of what else is
+    if here >= there or (here is Stage.SAVE and there is Stage.SAVE_UPON_LOAD):
         return set()
     when = {row.run: row.event for row in root.group}
     # A wrong save may show after a wrong load; all else is caused by what came before it.

@@ -22,11 +22,12 @@ class Stage(IntEnum):
     CALL = 2
     SAVE = 3
     LOAD = 4
-    CACHE = 5
-    ANNOUNCED = 6
-    TOKENS = 7
-    END = 8
-    FORM = 9
+    SAVE_UPON_LOAD = 5
+    CACHE = 6
+    ANNOUNCED = 7
+    TOKENS = 8
+    END = 9
+    FORM = 10
 
 
 AT_THE_END = ("case.expected", "engine.survives", "engine.acts-on-report", "engine.load-taken-up")
@@ -36,10 +37,10 @@ _STAGES: tuple[tuple[Stage, tuple[str, ...]], ...] = (
     (Stage.TOKENS, ("compose.", "multi.as-alone", "live.tokens", "live.likelihood")),
     (Stage.ANNOUNCED, ("events.", "save.completeness", "save.as-plain", "restart.keeps")),
     (Stage.ANNOUNCED, ("lookup.truth", "transfer.delivered")),
-    # What is computed upon a load that failed in silence is stored after it.
-    (Stage.CACHE, ("cache.", "identity.", "save.sound")),
+    (Stage.CACHE, ("cache.", "identity.")),
     (Stage.FORM, ("stats.", "handshake.", "finish.", "lookup.sources-add-up", "ranks.engine-id")),
     (Stage.FORM, ("api.", "lifecycle.threads-end", "lifecycle.shutdown")),
+    (Stage.SAVE_UPON_LOAD, ("save.sound",)),
     (Stage.SAVE, ("save.", "streams.save-after-write")),
     (Stage.LOAD, ("load.errors", "load.", "layout.", "groups.", "recv.not-before-bytes")),
     (Stage.LOAD, ("live.loaded-kv", "live.same-bytes")),

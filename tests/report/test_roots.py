@@ -127,8 +127,9 @@ def test_of_wrong_saves_and_loads_the_explained_one_comes_first() -> None:
 def test_a_load_that_failed_in_silence_explains_what_was_stored_upon_it() -> None:
     silent, stored = row("load.complete-or-failed", event=3), row("save.sound", event=9)
     assert shape(roots([stored, silent])) == [("load.complete-or-failed", ["save.sound"], [])]
-    other = row("save.confirmed", event=3)
+    other, lost = row("save.confirmed", event=3), row("save.completeness", event=9)
     assert len(roots([other, stored])) == 2
+    assert shape(roots([other, lost])) == [("save.confirmed", ["save.completeness"], [])]
 
 
 def test_a_load_that_also_fails_elsewhere_is_a_root_cause_of_its_own() -> None:
@@ -204,6 +205,7 @@ def test_nothing_fails() -> None:
         ("run.quiesces", "requirement", Stage.END),
         ("save.completeness", "requirement", Stage.ANNOUNCED),
         ("save.owned", "requirement", Stage.SAVE),
+        ("save.sound", "requirement", Stage.SAVE_UPON_LOAD),
         ("recv.not-before-bytes", "requirement", Stage.LOAD),
         ("recv.exactly-once", "requirement", Stage.CALL),
         ("lookup.sources-add-up", "requirement", Stage.FORM),
