@@ -183,7 +183,7 @@ def build_config(
 
 
 def resize(config: VllmConfig, *, block_size: int, num_blocks: int, scheduling: str) -> None:
-    """Change what nothing else in a configuration of `build_config` is derived from."""
+    """Set the sizes of a configuration of `build_config`. Nothing else is derived from them."""
     config.cache_config.block_size = block_size
     config.cache_config.num_gpu_blocks = num_blocks
     config.cache_config.num_gpu_blocks_override = num_blocks

@@ -18,6 +18,8 @@ from typing import Any
 from kvconform.errors import one_line, place_of
 
 COMMON_FIELDS = ("kind", "seq", "step")
+NO_OWNER = "nobody"
+"""Owner of a block that was handed out, and that no request has when the step is scheduled."""
 ENGINE_FIELD = "on"
 """The engine that an event is about, in runs of several engines; others do not have it."""
 

@@ -147,8 +147,8 @@ class Executor:
     def execute(self, output: Any, fresh: list[HandedOut]) -> Any:
         """Execute a SchedulerOutput; returns the ModelRunnerOutput of the rank that samples.
 
-        `fresh`: blocks that were handed out since the step before. EngineFault
-        if a request is to be computed from a negative position.
+        `fresh`: blocks that were handed out since the step before. EngineFault if a request is to
+        be computed from a negative position.
         """
         check_starts(output)
         if self.view.scheduler.connector is not None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from kvconform.contract.events import NO_OWNER
 from kvconform.contract.trace import Event
 from kvconform.judge.describe import namesake
 
@@ -362,7 +363,7 @@ def _holders(trace: list[Event], end: Event) -> list[str]:
             continue
         if e["kind"] == "engine.lifecycle" and e["op"] == "restart":
             held.clear()  # the engine has another pool
-        elif e["kind"] == "block" and e["op"] == "alloc" and e["owner"] not in (None, "nobody"):
+        elif e["kind"] == "block" and e["op"] == "alloc" and e["owner"] not in (None, NO_OWNER):
             held[e["id"]] = [e["owner"]]
         elif e["kind"] == "block" and e["op"] == "free" and e["ref"] == 0:
             held.pop(e["id"], None)

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
 from kvconform.compat.step import has_sync_loads
 from kvconform.compat.vllm_api import FINISHED_ERROR, RequestStatus, is_chunk
+from kvconform.contract.events import NO_OWNER
 from kvconform.contract.trace import Event, Trace
 from kvconform.kv.provenance import HandedOut
 from kvconform.observe.observer import Observer
@@ -149,7 +150,6 @@ class Ledger:
         self.is_async = is_async
         self.pool = view.scheduler.kv_cache_manager.block_pool
         self._groups = view.loads.shape.groups
-        self._sizes = [group.block_size for group in self._groups]
         self._fresh: list[int] = []
         self._alive: list[tuple[str, weakref.ref[Any]]] = []
         self._states: dict[str, tuple[str, int]] = {}  # status and computed tokens before a call
@@ -202,10 +202,10 @@ class Ledger:
         }
         fresh = []
         for block in filter(None, self._fresh):
-            owner, number, index = places.get(block, ("nobody", 0, None))
+            owner, number, index = places.get(block, (NO_OWNER, 0, None))
             positions = None
             if index is not None and not self._groups[number].recurrent:
-                size = self._sizes[number]
+                size = self._groups[number].block_size
                 positions = range(index * size, (index + 1) * size)
             fresh.append(HandedOut(block, owner, positions))
             self.view.loads.shape.group_of[block] = number
@@ -356,7 +356,8 @@ class Ledger:
         )
         self._shown[key] = len(table)
         written = self._writes[id(output)]
-        for size, blocks in zip(self._sizes, tables.get(req, ()), strict=False):
+        for group, blocks in zip(self._groups, tables.get(req, ()), strict=False):
+            size = group.block_size
             written.update(blocks[computed // size : -(-(computed + count) // size)])
 
     # -- execution
@@ -393,7 +394,7 @@ class Ledger:
         def noted(request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
             req = request.request_id
             status = before.get(req, RequestStatus.RUNNING)
-            if status != RequestStatus.RUNNING and num_tokens >= self._sizes[0]:
+            if status != RequestStatus.RUNNING and num_tokens >= self._groups[0].block_size:
                 self.trace.emit(
                     "block.published",
                     req=req,

@@ -19,7 +19,6 @@ from pathlib import Path
 from kvconform.process import watchdog
 
 FILES = Path("/proc/self/fd")
-TASKS = Path("/proc/self/task")
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def native_threads_of_connectors() -> list[str]:
     names = []
     for task in _native() - _Ours.native - {watchdog.timer_thread()}:
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            names.append((TASKS / str(task) / "comm").read_text().strip())
+            names.append((watchdog.TASKS / str(task) / "comm").read_text().strip())
     return sorted(names)
 
 
@@ -130,8 +129,7 @@ def _threads() -> frozenset[threading.Thread]:
 
 def _native() -> frozenset[int]:
     """Return the ids of the threads that are no Python threads."""
-    tasks = {int(name) for name in os.listdir(TASKS)} if TASKS.is_dir() else set()
-    return frozenset(tasks - {thread.native_id for thread in threading.enumerate()})
+    return frozenset(watchdog.tasks() - {thread.native_id for thread in threading.enumerate()})
 
 
 def _has_children() -> bool:
@@ -146,9 +144,10 @@ def _has_children() -> bool:
 def _children() -> set[int]:
     """Return the ids of the child processes. Unlike psutil, it does not read all processes."""
     found: set[int] = set()
-    for task in TASKS.iterdir() if TASKS.is_dir() else ():
+    for task in watchdog.tasks():
         with contextlib.suppress(OSError):  # the thread has ended, or the kernel lists no children
-            found.update(map(int, (task / "children").read_text().split()))
+            children = (watchdog.TASKS / str(task) / "children").read_text()
+            found.update(map(int, children.split()))
     return found
 
 

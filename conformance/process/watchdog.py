@@ -65,7 +65,7 @@ def case_limit(hook_timeout: float) -> float:
     return max(CASE_LIMIT, 12 * hook_timeout)
 
 
-def _tasks() -> set[int]:
+def tasks() -> set[int]:
     """Return the ids of all threads of this process; an empty set where the system lists none."""
     return {int(name) for name in os.listdir(TASKS)} if TASKS.is_dir() else set()
 
@@ -186,9 +186,9 @@ class _Watch:
             allowance = self.limit if self.case else 120.0
         wait = max(allowance, 0.0) + self.grace + 3.0
         if self.log is not None and abs(now + wait - self.fires) > 1.0:
-            before = _tasks()
+            before = tasks()
             faulthandler.dump_traceback_later(wait, exit=True, file=self.log)
-            new = _tasks() - before
+            new = tasks() - before
             self.timer = new.pop() if len(new) == 1 else None
             self.fires = now + wait
 

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvconform.config.settings import HASH_SEED
 from kvconform.contract.events import lifecycle
 from kvconform.contract.steps import forks, restarts_process
 from kvconform.files import scratch_root
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from kvconform.run.promises import Promises
     from kvconform.run.records import Progress, Run
 
-HASH_SEED = "4242"
+OTHER_SEED = "4242"
 LIMIT = 120.0
 HOOKS = 6
 """Time limit of a run in a fresh interpreter: LIMIT seconds, or HOOKS hooks at their limit.
@@ -177,10 +178,10 @@ def run_first_part_afresh(
     """
     job = _job(variant, target, seed, tmp, caps, relation, promises, rests)
     job["first_part"] = True
-    hash_seed = os.environ.get("PYTHONHASHSEED")
+    hash_seed = os.environ.get(HASH_SEED)
     if hash_seed is not None:
         job["hash_seed"] = hash_seed
-    without = () if target.hash_seed else ("PYTHONHASHSEED",)
+    without = () if target.hash_seed else (HASH_SEED,)
     left = _answer(job, "before the restart, in the first interpreter,", {}, without=without)
     trace.events[:], trace.step, ended, part = pickle.loads(left)
     if part.left is None:
@@ -210,7 +211,7 @@ def run_elsewhere(
     made_as = "connector" if reseeded else relation
     job = _job(variant, target, seed, tmp, caps, made_as, promises, rests)
     named = "under another hash seed" if reseeded else "in a fresh interpreter"
-    answer = _answer(job, named, {"PYTHONHASHSEED": HASH_SEED} if reseeded else {})
+    answer = _answer(job, named, {HASH_SEED: OTHER_SEED} if reseeded else {})
     return Run.from_dict(json.loads(answer), variant, relation, caps or {})
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvconform.contract.steps import Add
@@ -40,37 +40,39 @@ class Namesakes:
         state = self.state
         name = state.info(request.request_id).name
         found = max(self._others(request, name), default=None)
-        if found is None or found[0] <= event["ever_computed"]:
+        if found is None:
             return
-        other = state.adds[found[-1]]
+        common, *_, other, differs = found
+        if common <= event["ever_computed"]:
+            return
         state.trace.emit(
             "lookup.namesake",
             req=request.request_id,
-            of=state.ids[other.req],
-            tokens=found[0],
-            differs=list(differences(other, state.adds[name])),
+            of=state.ids[other],
+            tokens=common,
+            differs=differs,
         )
 
-    def _others(self, request: Any, name: str) -> Iterator[tuple[int, int, int, str]]:
-        """Yield (common tokens, closeness, rank, name) of the other requests.
+    def _others(self, request: Any, name: str) -> Iterator[tuple[int, int, int, str, list[str]]]:
+        """Yield (common tokens, closeness, rank, name, differences) of the other requests.
 
-        The first of equally close ones has the best rank.
+        The first of equally close ones has the best rank. A request that is alike is left out: it
+        has loaded this KV, too. After a restart it may have been computed by another model.
         """
         wanted = request.all_token_ids
         own = self.state.adds[name]
         events = self.state.trace.events
         restarted = any(e["kind"] == "engine.lifecycle" and e["op"] == "restart" for e in events)
         for number, (other, known) in enumerate(self.state.requests.items()):
-            alike = list(differences(self.state.adds[other], own)) == [RESTARTED]
-            # One that is alike loaded what it asks for: that is no origin of the KV.
-            if other != name and (restarted or not alike):
+            differs = list(differences(self.state.adds[other], own))
+            if other != name and (restarted or differs != [RESTARTED]):
                 common = common_prefix(wanted, known.all_token_ids)
-                yield common, -_distance(self.state.adds[other], own), -number, other
+                yield common, -_distance(differs), -number, other, differs
 
 
-def _distance(one: Add, other: Add) -> int:
+def _distance(differs: Iterable[str]) -> int:
     """Return how much two requests differ; the place of the same items counts half."""
-    return sum(1 if each in (ELSEWHERE, REORDERED) else 2 for each in differences(one, other))
+    return sum(1 if each in (ELSEWHERE, REORDERED) else 2 for each in differs)
 
 
 def differences(one: Add, other: Add) -> Iterator[str]:

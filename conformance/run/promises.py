@@ -209,7 +209,8 @@ class Promises:
     same length. That may depend on the crowd: a connector may decline a small load, or save only so
     much per step.
 
-    `calibrate(plain, block_size)` runs a plain workload and returns how many tokens came back.
+    `calibrate(plain, block_size)` runs a plain workload, the same one only once, and returns how
+    many tokens came back.
     """
 
     def __init__(
@@ -217,7 +218,6 @@ class Promises:
     ) -> None:
         self.caps = caps
         self.declared = declared
-        self._whole: dict[int, bool] = {}
         self.calibrate = calibrate
 
     def promised(
@@ -291,10 +291,8 @@ class Promises:
 
         Smaller chunks than a block would reach further, and others show in one of two lengths.
         """
-        if block_size not in self._whole:
-            found = [
-                self.calibrate(Plain(tokens, 1, tokens, tokens), block_size)
-                for tokens in (8 * block_size, 10 * block_size)
-            ]
-            self._whole[block_size] = all(each and each % block_size == 0 for each in found)
-        return self._whole[block_size]
+        found = [
+            self.calibrate(Plain(tokens, 1, tokens, tokens), block_size)
+            for tokens in (8 * block_size, 10 * block_size)
+        ]
+        return all(each and each % block_size == 0 for each in found)

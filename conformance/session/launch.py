@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -97,9 +98,11 @@ def _judge(controller: Controller, channel: socket.socket | None) -> None:
     settings = controller.settings
     controller.open_report()
     status = 0
+    # An interpreter reads its hash seed when it starts, before its settings are applied.
+    seed = {name: value for name, value in settings.env.items() if name == HASH_SEED}
     try:
         with (
-            _hash_seed(settings),
+            patch.dict(os.environ, seed),
             _source_of_workers(controller, channel),
             hermetic(settings.debug, "xdist.plugin,kvconform.session.plugin"),
         ):
@@ -113,19 +116,6 @@ def _judge(controller: Controller, channel: socket.socket | None) -> None:
             f"pytest ended with status {status} before anything was run (--debug shows its output)"
         )
         controller.exit_code = controller.finish()
-
-
-@contextlib.contextmanager
-def _hash_seed(settings: Settings) -> Iterator[None]:
-    """Start workers with the hash seed of the settings: an interpreter reads it when it starts."""
-    before = os.environ.get(HASH_SEED)
-    os.environ.update({name: settings.env[name] for name in settings.env.keys() & {HASH_SEED}})
-    try:
-        yield
-    finally:
-        os.environ.pop(HASH_SEED, None)
-        if before is not None:
-            os.environ[HASH_SEED] = before
 
 
 @contextlib.contextmanager

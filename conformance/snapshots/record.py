@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from kvconform.compat.vllm_api import hook_classes, init_none_hash, sha256
+from kvconform.config.settings import HASH_SEED
 from kvconform.contract.case import Case, Variant
 from kvconform.contract.steps import forks
 from kvconform.errors import EnvironmentProblem
@@ -38,15 +40,11 @@ COMPLETIONS = ("get_finished", "get_transfer_results")
 @contextlib.contextmanager
 def fixed_block_hashes() -> Iterator[None]:
     """Seed vLLM's block hashes as PYTHONHASHSEED=0 does; before 0.31, vLLM seeds them at random."""
-    before = os.environ.get("PYTHONHASHSEED")
-    os.environ["PYTHONHASHSEED"] = "0"
-    init_none_hash(sha256)
     try:
-        yield
+        with patch.dict(os.environ, {HASH_SEED: "0"}):
+            init_none_hash(sha256)
+            yield
     finally:
-        os.environ.pop("PYTHONHASHSEED")
-        if before is not None:
-            os.environ["PYTHONHASHSEED"] = before
         init_none_hash(sha256)
 
 

@@ -21,7 +21,7 @@ from elsewhere_rig import Polls
 from kvconform.config.target import Target
 from kvconform.contract.case import Variant
 from kvconform.process import watchdog
-from kvconform.run.isolation import HASH_SEED, ElsewhereError, left_behind, run_elsewhere
+from kvconform.run.isolation import OTHER_SEED, ElsewhereError, left_behind, run_elsewhere
 from kvconform.run.promises import Plain, plain_case
 
 CONNECTOR = '''
@@ -41,7 +41,8 @@ def test_an_interpreter_that_dies_at_its_end_has_answered(
         + "\n\nimport atexit, os, signal\n\natexit.register(os.kill, os.getpid(), signal.SIGKILL)\n"
     )
     (tmp_path / "dies_at_its_end.py").write_text(
-        f"import os\nif os.environ.get('PYTHONHASHSEED') == '{HASH_SEED}':\n" + indent(dies, "    ")
+        f"import os\nif os.environ.get('PYTHONHASHSEED') == '{OTHER_SEED}':\n"
+        + indent(dies, "    ")
     )
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
@@ -172,7 +173,7 @@ def test_what_a_connector_prints_and_leaves_does_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its package is found where only --pythonpath names it."""
-    script = f"if __import__('os').environ.get('PYTHONHASHSEED') == '{HASH_SEED}':\n"
+    script = f"if __import__('os').environ.get('PYTHONHASHSEED') == '{OTHER_SEED}':\n"
     (tmp_path / "talks.py").write_text(CONNECTOR + "\n\n" + script + indent(TALKS, "    "))
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)

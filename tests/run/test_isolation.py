@@ -7,8 +7,10 @@ import ctypes
 import multiprocessing
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from kvconform.process import alive, watchdog
 from kvconform.run import isolation
@@ -30,14 +32,20 @@ def _in_fork(connection: Connection) -> None:
     over.set()
 
 
-def test_a_forked_process_has_threads_of_its_own() -> None:
+def forked(target: Callable[..., None], *arguments: Any) -> Any:
+    """Run a function in a forked process, and return what it sends."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_in_fork, args=(theirs,))
+    process = context.Process(target=target, args=(theirs, *arguments))
     process.start()
     theirs.close()
-    assert ours.recv() == (["harness"], [], ["connector"])
+    sent = ours.recv()
     process.join()
+    return sent
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    assert forked(_in_fork) == (["harness"], [], ["connector"])
 
 
 def test_in_the_process_of_the_import_nothing_changes() -> None:
@@ -66,10 +74,4 @@ def _native_in_fork(connection: Connection, note: Path) -> None:
 
 
 def test_threads_of_native_libraries_count(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_native_in_fork, args=(theirs, tmp_path / "note"))
-    process.start()
-    theirs.close()
-    assert ours.recv() == (0, 1)
-    process.join()
+    assert forked(_native_in_fork, tmp_path / "note") == (0, 1)
