@@ -34,6 +34,8 @@ def shown(result: Result) -> str:
         return f"{found}\n{'':20} {result.means}: {by} in {result.run or 'the start'}"
     lines = [f"{'':20} {line}" for line in (result.note, *result.diff) if line]
     counts = f"{'':20} {result.runs} runs, {result.reached} reach the line"
+    if result.left:
+        counts += f", {result.left} left out by the limit"
     return "\n".join([found, counts, *lines])
 
 
@@ -57,6 +59,10 @@ def main(
     explore: Annotated[
         float, typer.Option(help="seconds of random workloads for a mutant that no case kills")
     ] = 20.0,
+    limit: Annotated[
+        float | None,
+        typer.Option(help="seconds of a mutant's cases, after which no further one begins"),
+    ] = None,
     only: Annotated[
         list[str] | None, typer.Option(help="only mutants whose site contains one of these texts")
     ] = None,
@@ -83,16 +89,16 @@ def main(
     try:
         if pages:
             sys.exit(page.main(ROOT, check=check))
-        limit = in_seconds(minutes, seconds)
+        most = in_seconds(minutes, seconds)
         choice = Choice(
-            sample, seed, parse(shard) if shard else None, limit, tuple(only or ()), again
+            sample, seed, parse(shard) if shard else None, most, tuple(only or ()), again
         )
         for each in [subject(one) for one in name] if name else subjects().values():
             problem = lacks(each, ROOT)
             if problem is not None:
                 print(f"{each.id}: UNSUPPORTED: {problem}", flush=True)
                 continue
-            judging = Judging(each.id, str(ROOT), explore, tuple(case or ()))
+            judging = Judging(each.id, str(ROOT), explore, tuple(case or ()), limit)
             _run(judging, choice, results, cache, executors.parse(where), jobs, listed=listed)
     except (KvconformError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

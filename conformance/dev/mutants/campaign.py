@@ -88,7 +88,7 @@ class Judging:
 
     A piece is a Mutation; its result is a Result. That of the piece ORIGINAL is the Original.
 
-    - `root`: the repository. `explore`, `cases`: as for Server.
+    - `root`: the repository. `explore`, `cases`, `limit`: as for Server.
     - `original`: None: each worker examines it when it starts.
     - `killers`: sites whose mutants were killed, and the runs that killed them.
     """
@@ -97,6 +97,7 @@ class Judging:
     root: str
     explore: float
     cases: tuple[str, ...] = ()
+    limit: float | None = None
     original: Original | None = None
     killers: tuple[tuple[Site, str], ...] = ()
     fresh: bool = False
@@ -125,7 +126,13 @@ class Judging:
 
         vllm, _ = check_vllm()
         return Server(
-            subject(self.subject), load_spec(), vllm, root, explore=self.explore, cases=self.cases
+            subject(self.subject),
+            load_spec(),
+            vllm,
+            root,
+            explore=self.explore,
+            cases=self.cases,
+            limit=self.limit,
         )
 
 

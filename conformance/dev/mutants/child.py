@@ -45,6 +45,7 @@ class Job:
     - `mutation`: None for the original. `path`: the file of the mutated module.
     - `runs`: in this order. `plain`: their baseline runs, by the suite's id of the run.
     - `seconds`: those of the original, by run.
+    - `limit`: seconds of all runs together, after which no further one begins; None: no limit.
     - `excused`: `run requirement` that kills nothing. `known`: causes that exploration may find.
     - `files`: files of the subject's modules, by module.
     """
@@ -61,6 +62,7 @@ class Job:
     explore_seed: int = 0
     plain: Mapping[str, PlainRuns] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    limit: float | None = None
     excused: frozenset[str] = frozenset()
     known: frozenset[str] = frozenset()
     files: Mapping[str, str] = field(default_factory=dict)
@@ -72,7 +74,7 @@ Message = dict[str, Any]
 """`run`, `seconds`, `failed` (requirements) and `error` (of the harness), about one run.
 
 For the original also `lines` and `skipped`. Or `start`: why the connector did not start; or
-`undecided`: why there is no verdict; or `done`.
+`undecided`: why there is no verdict; or `done`, with `left`: runs that the limit left out.
 """
 
 
@@ -99,9 +101,10 @@ def serve(connection: Connection, job: Job, spec: Spec) -> None:
                 return
             if job.mutation is None:
                 _original(connection, job, spec, targets)
+                left = 0
             else:
-                _mutant(connection, job, spec, targets)
-        connection.send({"done": True})
+                left = _mutant(connection, job, spec, targets)
+        connection.send({"done": True, "left": left})
     except ForeignKV as error:
         connection.send({"undecided": error.message})
     finally:
@@ -137,8 +140,14 @@ def _ready(name: str, settings: Settings, scratch: Path) -> Iterator[Target]:
         servers.down()
 
 
-def _mutant(connection: Connection, job: Job, spec: Spec, targets: Mapping[str, Target]) -> None:
+def _mutant(connection: Connection, job: Job, spec: Spec, targets: Mapping[str, Target]) -> int:
+    """Make the runs and random workloads until one fails; return how many the limit left out."""
+    left = 0
+    end = None if job.limit is None else time.monotonic() + job.limit
     for number, run in enumerate(job.runs):
+        if end is not None and time.monotonic() > end:
+            left = len(job.runs) - number
+            break
         limit = max(RUN_LIMIT, 20 * job.seconds.get(run.id, 0.0))
         start = time.perf_counter()
         with watchdog.case(run.id, limit):
@@ -151,9 +160,10 @@ def _mutant(connection: Connection, job: Job, spec: Spec, targets: Mapping[str, 
             message["error"] = report.harness_error.strip().splitlines()[-1]
         connection.send(message)
         if failed or report.harness_error:
-            return
+            return 0
     if job.explore > 0:
         _explore(connection, job, spec, targets[job.explore_setup])
+    return left
 
 
 def _original(connection: Connection, job: Job, spec: Spec, targets: Mapping[str, Target]) -> None:

@@ -29,6 +29,7 @@ class Result:
     - `digest`: of the module's original source; `suite`: of the suite (`suite_digest`).
     - `means`, `requirements`, `run`: what killed it. `explored`: it took a random workload.
     - `runs`: made before the decision; `reached`: runs of the original that execute the line.
+      `left`: runs of the cases that a limit of time left out, so that a survivor met only a part.
     - `note`: why it is undecided, or what died.
     """
 
@@ -49,6 +50,7 @@ class Result:
     explored: bool = False
     runs: int = 0
     reached: int = 0
+    left: int = 0
     seconds: float = 0.0
     note: str = ""
     diff: list[str] = field(default_factory=list)

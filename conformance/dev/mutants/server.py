@@ -41,7 +41,8 @@ class Server:
     """Judges the mutants of one subject, one at a time. A context manager.
 
     `explore`: seconds of random workloads for a mutant that no case kills. `cases`: the only ones
-    to run; default: all of the suite. `hook_timeout`: seconds that a mutant's hook may take.
+    to run; default: all of the suite. `limit`: seconds of a mutant's runs, after which no further
+    one begins. `hook_timeout`: seconds that a mutant's hook may take.
     """
 
     def __init__(
@@ -53,11 +54,13 @@ class Server:
         *,
         explore: float,
         cases: Sequence[str] = (),
+        limit: float | None = None,
         hook_timeout: float = HOOK_TIMEOUT,
     ) -> None:
         self.subject = subject
         self.explore = explore
         self._cases = tuple(cases)
+        self._limit = limit
         self._hook_timeout = hook_timeout
         self.killers = Killers()
         self.suite = suite_digest()
@@ -181,6 +184,8 @@ class Server:
             made.note = message["died"]
             made.explored = made.run == EXPLORING
             self._killed_by(made, "hang" if message["hung"] else "death")
+        elif "done" in message:
+            made.left = message["left"] if made.outcome == "survived" else 0
         elif "run" in message:
             made.runs += 1
             if message["failed"] or "error" in message:
@@ -211,6 +216,7 @@ class Server:
             first,
             plain=self._plain,
             seconds=self.original.seconds,
+            limit=self._limit if mutation else None,
             excused=frozenset(self.original.failed),
             known=frozenset(self.original.found),
             files={module: str(path) for module, path in self._paths.items()},
