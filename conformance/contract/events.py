@@ -774,12 +774,13 @@ _kind(
 _kind(
     "live.phase",
     "live",
-    "phase:str answers:int reset:bool? due:bool asked:int loaded:int local:int preempted:int "
-    "drafted:int accepted:int",
+    "phase:str answers:int reset:bool? due:bool restarted:bool asked:int loaded:int local:int "
+    "preempted:int drafted:int accepted:int",
     "A phase of a scenario is over: answers, whether the local prefix cache could be reset "
-    "before it (None: not asked for), whether loads were due in it. Over the phase, by vLLM's "
-    "own metrics: tokens asked of the connector, loaded from it and found in the local prefix "
-    "cache, preemptions, drafts and accepted drafts.",
+    "before it (None: not asked for), whether loads were due in it, and whether vLLM was "
+    "started again before it. Over the phase, by vLLM's own metrics: tokens asked of the "
+    "connector, loaded from it and found in the local prefix cache, preemptions, drafts and "
+    "accepted drafts.",
 )
 _kind(
     "live.tokens",

@@ -381,6 +381,8 @@ class _Loader:
             close = did_you_mean(scenario.workload, self.spec.workloads)
             return [f"there is no workload {scenario.workload!r}{close}"]
         phases = [phase.name for phase in workload.phases]
+        if any(phase.restart for phase in workload.phases) and not scenario.start.processes:
+            return [f"workload {workload.id} restarts vLLM, which needs start.processes"]
         return [
             f"workload {workload.id} has no phase {fault.phase!r}"
             f"{did_you_mean(fault.phase, phases)}"

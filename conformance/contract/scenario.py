@@ -166,6 +166,16 @@ class Phase(Model):
     take: Take = "same"
     more: Count = 0
     reverse: bool = False
+    restart: bool = Field(
+        default=False,
+        description="before, vLLM ends and starts again in another process, whose hash seed is "
+        "another one unless the settings prescribe it (PYTHONHASHSEED in [env])",
+    )
+    interrupt: PositiveInt | None = Field(
+        default=None,
+        description="after so many steps of the phase, empty vLLM's local prefix cache and the "
+        "connector's cache while requests run, which vLLM preempts",
+    )
     hits: bool = Field(
         default=False,
         description="a connector that keeps KV must be asked for KV, and load some",

@@ -16,14 +16,22 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
+from prometheus_client import REGISTRY
+
 from kvconform.live import start
-from kvconform.live.job import Answer, Ask, Counts, Job, PhaseDone, Play
+from kvconform.live.job import SHARED, Answer, Ask, Counts, Job, PhaseDone, Play
 from kvconform.live.outage import Striking
+from kvconform.live.plugin import TRACE
+from kvconform.live.trace import later
 
 PATIENCE = 45.0
 """Seconds without a new token of any request, while some wait, after which the run is stalled."""
 OUTAGE_PATIENCE = 90.0
 """The same while servers of the connector fail: what it asked them may have to time out first."""
+OTHER_SEED = "1"
+"""PYTHONHASHSEED of an engine that was started again, where the settings prescribe none."""
+TRIES = 100
+"""Steps in a row in which vLLM may refuse to reset its cache while requests run."""
 RESET_LIMIT = 15.0
 """Seconds that a reset of the local prefix cache may take.
 
@@ -49,7 +57,7 @@ class Stalled(Exception):
 class Child:
     """One engine and the phases that it is asked. `out` gets one line of JSON per result.
 
-    `held`: blocks were still in use at the time limit of a reset.
+    `held`: blocks were still in use at the time limit of a reset. `lives`: starts of vLLM so far.
     """
 
     def __init__(self, job: Job, out: IO[str]) -> None:
@@ -57,6 +65,8 @@ class Child:
         self.out = out
         self.answers: dict[str, Answer] = {}
         self._counted: dict[str, int] = {}
+        self.lives = 1
+        self._metrics: set[Any] = set()
         self.llm: Any = None
         self.held = False
         failing = any(play.faults for play in job.plays)
@@ -101,15 +111,36 @@ class Child:
 
     def open(self) -> None:
         """Start vLLM."""
+        self._metrics = collectors()
         self.llm = start.engine(self.job)
 
     def close(self) -> None:
         """Shut vLLM down."""
         self.llm.llm_engine.engine_core.shutdown()
 
+    def restart(self) -> None:
+        """Shut vLLM down, and start it again: its engine gets a process and a trace of its own.
+
+        What the engine before has computed counts as computed (SHARED).
+        """
+        assert self.job.start["processes"]
+        self.settle()
+        self.close()
+        for metric in collectors() - self._metrics:  # a front end of its own would have none
+            REGISTRY.unregister(metric)
+        self.lives += 1
+        os.environ["PYTHONHASHSEED"] = self.job.hash_seed or OTHER_SEED
+        os.environ[SHARED] = "1"
+        os.environ[TRACE] = str(later(Path(os.environ[TRACE]), self.lives))
+        self.open()
+        self._counted.clear()
+        self.held = False
+
     # -- a phase
     def play(self, play: Play) -> PhaseDone:
         """Send all requests of a phase, and wait for all answers. Stalled if none progresses."""
+        if play.restart:
+            self.restart()
         engine = self.llm.llm_engine
         done = self._reset(engine) if play.reset else None
         if play.reset == "connector" and self.job.transfer is not None:
@@ -120,6 +151,8 @@ class Child:
         outputs: dict[str, Any] = {}
         found: list[Answer] = []
         step = 0
+        missed = play.interrupt is not None
+        tries = 0
         last_progress = time.monotonic()
         self.striking.phase(play)
         while waiting or running:
@@ -155,6 +188,9 @@ class Child:
                     ask, prompt, internal, _ = running.pop(output.request_id)
                     found.append(answer_of(ask, prompt, internal, output))
             step += 1
+            if missed and step >= (play.interrupt or 0) and running and tries < TRIES:
+                tries += 1
+                missed = not interrupted(engine)
             for ask, prompt, internal, began in list(running.values()):
                 if ask.abort is not None and step - began >= ask.abort:
                     engine.abort_request([ask.id])
@@ -162,7 +198,14 @@ class Child:
                     output = outputs.get(ask.id)
                     found.append(answer_of(ask, prompt, internal, output, why="abort"))
         self.answers |= {answer.id: answer for answer in found}
-        return PhaseDone(name=play.name, reset_done=done, counts=self.take_counts(), answers=found)
+        return PhaseDone(
+            name=play.name,
+            reset_done=done,
+            restarted=play.restart,
+            missed=missed,
+            counts=self.take_counts(),
+            answers=found,
+        )
 
     def _prompt(self, ask: Ask) -> list[int]:
         """Return the token ids of a prompt; a conversation continues an earlier answer."""
@@ -217,6 +260,26 @@ class Child:
         found = {name: value - self._counted.get(name, 0) for name, value in now.items()}
         self._counted = now
         return Counts(**found)
+
+
+def interrupted(engine: Any) -> bool:
+    """Reset vLLM's cache and the connector's while requests run; return whether vLLM could.
+
+    vLLM raises RuntimeError while blocks are held for loads or by finished requests. It has
+    preempted the running requests then, which does no harm.
+    """
+    try:
+        engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    except RuntimeError as error:
+        if "Failed to reset KV cache" not in str(error):
+            raise
+        return False
+    return True
+
+
+def collectors() -> set[Any]:
+    """Return the Prometheus metrics that this process has registered."""
+    return set(REGISTRY._collector_to_names)
 
 
 def sampling_params(ask: Ask) -> Any:

@@ -88,6 +88,7 @@ def make_run(
         device=target.device if target is not None else "cpu",
         desk=str(tmp / "desk") if faults else None,
         pace=pace,
+        hash_seed=target.hash_seed if target is not None else None,
     )
     job.write(tmp / "job.json")
     environment = {

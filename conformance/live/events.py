@@ -110,6 +110,7 @@ def own_events(
                 "answers": len(phase.answers),
                 "reset": phase.reset_done,
                 "due": phase.name in hits,
+                "restarted": phase.restarted,
                 "asked": counts.external_queries,
                 "loaded": counts.external_hits,
                 "local": counts.local_hits,
@@ -149,11 +150,13 @@ def missing(scenario: Scenario, outcome: Outcome, failed_loads: int) -> list[str
         "drafts": "no draft was accepted (vllm:spec_decode_num_accepted_tokens)",
         "failed_loads": "no load failed",
     }
-    return [
+    found = [
         words[what]
         for what, count in happened(outcome, failed_loads).items()
         if what in scenario.due and not count
     ]
+    late = [phase.name for phase in outcome.phases if phase.missed]
+    return found + [f"phase {name} ended before its caches were reset" for name in late]
 
 
 def thin(scenario: Scenario, outcome: Outcome, hits: Collection[str]) -> list[str]:

@@ -27,6 +27,11 @@ from kvconform.contract.scenario import (
 
 JOB = "KVCONFORM_LIVE_JOB"
 """Environment variable: the file of the job, if its requests enter at the API server."""
+SHARED = "KVCONFORM_LIVE_SHARED"
+"""Environment variable: "1" if another engine may have computed what this connector offers.
+
+Then everything that the baseline run computed counts as computed, and lookups of it are correct.
+"""
 
 
 class _Part(BaseModel):
@@ -61,6 +66,8 @@ class Play(_Part):
 
     name: str
     reset: bool | Literal["connector"] = False
+    restart: bool = False
+    interrupt: int | None = None
     hits: bool = False
     asks: list[Ask]
     faults: list[Fault] = []
@@ -70,7 +77,8 @@ class Job(_Part):
     """One engine and what it is asked.
 
     `transfer`: fields of vLLM's KVTransferConfig, None for no connector. `desk`: the directory in
-    which the child requests faults (kvconform.live.outage).
+    which the child requests faults (kvconform.live.outage). `hash_seed`: PYTHONHASHSEED, if the
+    settings prescribe it.
     """
 
     model: str
@@ -85,6 +93,7 @@ class Job(_Part):
     pace: float = 0.0
     book: bool = True
     scale_loads: float | None = None
+    hash_seed: str | None = None
 
     @property
     def served(self) -> bool:
@@ -136,11 +145,14 @@ class PhaseDone(_Part):
     """The result of a phase.
 
     `reset_done`: whether the local prefix cache could be emptied before it; None if that was not
-    asked for.
+    asked for. `restarted`: whether vLLM was started again before it. `missed`: it ended before the
+    reset that was to interrupt it.
     """
 
     name: str
     reset_done: bool | None
+    restarted: bool = False
+    missed: bool = False
     counts: Counts
     answers: list[Answer]
 
@@ -264,6 +276,8 @@ def _phase(phase: Phase, workload: Workload, made: dict[str, list[int]], seed: i
     return Play(
         name=phase.name,
         reset=phase.reset,
+        restart=phase.restart,
+        interrupt=phase.interrupt,
         hits=phase.hits,
         asks=asks[::-1] if phase.reverse else asks,
     )

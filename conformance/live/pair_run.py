@@ -23,7 +23,18 @@ from kvconform.live import trace as traces
 from kvconform.live.baseline import Plains
 from kvconform.live.engine import BOOK, TOLERANCE, Made, import_path, patience, transfer_of
 from kvconform.live.events import bare, missing, own_events
-from kvconform.live.job import Answer, Ask, Counts, Job, Outcome, PhaseDone, Play, plays, tokens
+from kvconform.live.job import (
+    SHARED,
+    Answer,
+    Ask,
+    Counts,
+    Job,
+    Outcome,
+    PhaseDone,
+    Play,
+    plays,
+    tokens,
+)
 from kvconform.live.pair_engine import EngineGone, PairEngine
 from kvconform.live.plugin import TRACE
 from kvconform.live.process import Ended
@@ -35,7 +46,6 @@ LENGTHS = (20, 31, 32, 33, 64, 65, 100, 200)
 """Tokens of the prompts: less than a block, around whole blocks, and several blocks."""
 OUTPUT = 12
 """Tokens of an answer."""
-SHARED = "KVCONFORM_LIVE_SHARED"
 """Environment variable of the probe: what the baseline run computed, some engine has computed."""
 LIMIT = 150.0
 """Seconds that an answer may take, before `patience` scales them.

@@ -31,6 +31,7 @@ from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
 from kvconform.engine.halves import noted  # noqa: E402
 from kvconform.live.book import Book  # noqa: E402
+from kvconform.live.job import SHARED  # noqa: E402
 from kvconform.live.scheduler_probe import SchedulerProbe  # noqa: E402
 from kvconform.live.trace import StreamTrace  # noqa: E402
 from kvconform.live.worker_probe import Wishes, WorkerProbe  # noqa: E402
@@ -42,11 +43,6 @@ BOOK = "KVCONFORM_LIVE_BOOK"
 """Environment variable: a file with KV; the baseline run writes it, other runs read it."""
 TOLERANCE = "KVCONFORM_LIVE_TOLERANCE"
 """Environment variable: the tolerance of a lossy connector, as a part of the largest value."""
-SHARED = "KVCONFORM_LIVE_SHARED"
-"""Environment variable: "1" if another engine may have computed what this connector offers.
-
-Then everything that the baseline run computed counts as computed, and lookups of it are correct.
-"""
 PATIENCE = 2.0
 """Seconds that the connector's threads have to end after the shutdown."""
 _recorder: Recorder | None = None

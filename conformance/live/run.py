@@ -109,7 +109,7 @@ def run_live(
 
 
 def unhurried(wanted: list[Play]) -> list[Play]:
-    """Return the same requests without aborts and faults, for a baseline run.
+    """Return the same requests for a baseline run: no abort, fault, restart or interruption.
 
     So the tokens are known that an aborted request should have got.
     """
@@ -118,6 +118,9 @@ def unhurried(wanted: list[Play]) -> list[Play]:
             update={
                 "asks": [ask.model_copy(update={"abort": None}) for ask in play.asks],
                 "faults": [],
+                "restart": False,
+                "interrupt": None,
+                "reset": play.reset or play.restart,
             }
         )
         for play in wanted

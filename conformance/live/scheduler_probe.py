@@ -17,7 +17,7 @@ from kvconform.contract.trace import Event, Trace
 from kvconform.kv.oracle import Loads
 from kvconform.kv.provenance import HandedOut, Identity, Memory
 from kvconform.live.entry import Entries
-from kvconform.live.job import JOB
+from kvconform.live.job import JOB, SHARED
 from kvconform.live.state import (
     ATTRIBUTE,
     Flight,
@@ -111,7 +111,9 @@ class SchedulerProbe:
         size = getattr(scheduler, "hash_block_size", self.loads.shape.block_size)
         hashes = HashBook(size, self.roster.identity)
         self.watch = Watch(trace, probe, hashes, self.roster.generation)
-        self.telemetry = Telemetry(trace, probe, hashes, config)
+        self.telemetry = Telemetry(
+            trace, probe, hashes, config, shared=os.environ.get(SHARED) == "1"
+        )
         self.observer = Observer(trace, probe, self.memory, self.view)
         inspector = getattr(scheduler.connector, "kvconform_inspector", None)
         self.inspector: Any = inspector() if callable(inspector) else None
@@ -178,6 +180,8 @@ class SchedulerProbe:
         asked = {"running": reset_running_requests, "connector": reset_connector}
         self.trace.emit("cache.reset", phase="asked", returned=None, **asked)
         done = original(reset_running_requests, reset_connector)
+        for known in self.roster.known.values():
+            known.remembered = 0  # what is computed again counts again
         self.trace.emit("cache.reset", phase="done", returned=bool(done), **asked)
         self.ledger.state_changes("reset")
         return done

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvconform.contract.events import crash, never_returned, run_cut_short
+from kvconform.contract.events import crash, lifecycle, never_returned, run_cut_short
 from kvconform.contract.trace import Event, Trace
 from kvconform.judge.engine_bugs import note_unfilled
 
@@ -59,12 +59,25 @@ UNWRITTEN = 1 << 40
 """First `seq` of the events that the parent adds for a process that was cut short."""
 REFERENCES = ("called_seq",)
 """Fields that hold the `seq` of another event of the same process."""
+LIFE = "life-"
+"""Beginning of the name of the folder of an engine that was started again in the same run."""
+
+
+def later(directory: Path, number: int) -> Path:
+    """Return the folder of the traces of the `number`-th engine of a run, from 2 on.
+
+    `directory`: that of any engine before it.
+    """
+    first = directory.parent if directory.name.startswith(LIFE) else directory
+    return first / f"{LIFE}{number}"
 
 
 def collect(
     directory: Path, *, killed: bool = False, ended: bool = False, **start: Any
 ) -> list[Event]:
     """Return the trace of all processes that wrote into `directory`, numbered from 0.
+
+    Engines that were started again (`later`) continue it, each after a restart event.
 
     `start` replaces fields of run.start. The trace is empty if there are no events.
 
@@ -76,12 +89,15 @@ def collect(
     come the events of the processes that received the step, then what followed from it. A process
     that died may have left a truncated last line, which is ignored.
     """
-    processes = [events for path in sorted(directory.glob("*.jsonl")) if (events := read(path))]
-    if not processes:
+    count = 1 + sum(1 for _ in directory.glob(f"{LIFE}*"))
+    lives = [directory, *(later(directory, number) for number in range(2, count + 1))]
+    found = [merged for folder in lives if (merged := _life(folder))]
+    if not found:
         return []
-    processes.sort(key=lambda events: not any(e["kind"] == "run.start" for e in events))
-    merged = _merge(processes)
-    _every_rank(merged)
+    merged = [*found[0]]
+    for number, life in enumerate(found[1:], 2):
+        merged = [e for e in merged if e["kind"] != "run.end"]
+        merged += _again(life, number, max(e["step"] for e in merged))
     starts = [e for e in merged if e["kind"] == "run.start"]
     ends = [e for e in merged if e["kind"] == "run.end"]
     last_end = ends[-1] if ends else None
@@ -90,6 +106,36 @@ def collect(
     if starts and not ends:
         trace += _cut_short(trace, killed=killed, ended=ended)
     return _numbered(trace)
+
+
+def _life(directory: Path) -> list[Event]:
+    """Return the events of all processes of one engine, in their order; none if there are none."""
+    processes = [events for path in sorted(directory.glob("*.jsonl")) if (events := read(path))]
+    if not processes:
+        return []
+    processes.sort(key=lambda events: not any(e["kind"] == "run.start" for e in events))
+    merged = _merge(processes)
+    _every_rank(merged)
+    return merged
+
+
+def _again(life: list[Event], number: int, steps: int) -> list[Event]:
+    """Return the events of the `number`-th engine, as what follows `steps` steps of the others.
+
+    Its start is a restart. Its transfers get names that no engine before it has used.
+    """
+    found = []
+    for event in life:
+        more = {**event, "step": event["step"] + steps, "_pid": f"{event['_pid']}.{number}"}
+        if event.get("of_step") is not None:
+            more["of_step"] = event["of_step"] + steps
+        if more.get("transfer") is not None:
+            more["transfer"] = f"{more['transfer']}.{number}"
+        if event["kind"] == "run.start":
+            kept = {name: more[name] for name in ("seq", "step", "_pid")}
+            more = {**kept, "kind": "engine.lifecycle", **lifecycle("restart")}
+        found.append(more)
+    return found
 
 
 def channels(trace: Iterable[Event]) -> frozenset[str]:

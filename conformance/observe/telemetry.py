@@ -190,9 +190,14 @@ _engines: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
 
 
 class Telemetry:
-    """Listens to one engine's connector halves. Changes nothing but the trace."""
+    """Listens to one engine's connector halves. Changes nothing but the trace.
 
-    def __init__(self, trace: Trace, probe: Probe, book: HashBook, config: Any) -> None:
+    `shared`: an engine outside of this trace may have stored what the connector finds.
+    """
+
+    def __init__(
+        self, trace: Trace, probe: Probe, book: HashBook, config: Any, *, shared: bool = False
+    ) -> None:
         self.trace = trace
         self.book = book
         self.config = config
@@ -214,8 +219,10 @@ class Telemetry:
         self.seen = Seen(trace, probe)
         self.returned = self.filled = 0
         """How many statistics were returned, and how many of them were not empty."""
-        self.first = not any(event["kind"] == "request.new" for event in trace.events)
-        """Whether this is the first engine in the trace."""
+        self.first = not shared and not any(
+            event["kind"] == "request.new" for event in trace.events
+        )
+        """Whether this is the first engine that can have stored anything."""
         _engines[trace] = _engines.get(trace, 0) + 1
         probe.on("take_events", after=self._events)
         probe.on("get_num_new_matched_tokens", after=self._lookup)

@@ -36,6 +36,7 @@ from kvconform.live.random import (
     spec_for,
     text_of,
 )
+from kvconform.live.run import unhurried
 
 SPEC = load_spec(live=True)
 CONVERSATION = SPEC.workloads["conversation"]
@@ -290,6 +291,33 @@ def test_what_was_due_and_did_not_happen_is_missing() -> None:
     assert missing(SPEC.cases["live.failed-loads"], outcome_with(external_hits=9), 0) == [
         "no load failed"
     ]  # type: ignore[arg-type]
+
+
+def test_a_phase_that_ends_before_its_reset_is_named() -> None:
+    found = outcome_with(external_hits=1)
+    found.phases[0].missed = True
+    assert missing(SPEC.cases["live.reset-running"], found, 0) == [
+        "phase p ended before its caches were reset"
+    ]  # type: ignore[arg-type]
+
+
+def test_a_baseline_run_is_neither_restarted_nor_interrupted() -> None:
+    for name in ("live.restart", "live.reset-running"):
+        scenario: Any = SPEC.cases[name]
+        wanted = plays(scenario, SPEC.workloads[scenario.workload], 0)
+        assert any(play.restart or play.interrupt for play in wanted)
+        calm = unhurried(wanted)
+        assert not any(play.restart or play.interrupt for play in calm)
+        assert [bool(play.reset) for play in calm] == [
+            bool(play.reset or play.restart) for play in wanted
+        ]
+
+
+def test_a_restart_needs_an_engine_in_a_process_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("id: mine\ntext: t\nworkload: restarted\n")
+    with pytest.raises(SpecError, match=r"restarts vLLM, which needs start\.processes"):
+        load_spec(live=True, cases=[str(path)])
 
 
 def test_our_events_are_as_listed() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconform.contract.events import check_event, lifecycle
-from kvconform.live.trace import StreamTrace, channels, collect, read
+from kvconform.live.trace import StreamTrace, channels, collect, later, read
 
 START = dict(
     seed=0,
@@ -131,6 +131,29 @@ def test_an_event_is_in_the_file_at_once_and_as_it_became(tmp_path: Path) -> Non
         ("asked", True),
         ("done", True),
     ]
+
+
+def test_an_engine_that_was_started_again_continues_the_trace(tmp_path: Path) -> None:
+    scheduler(tmp_path)
+    again = later(tmp_path, 2)
+    assert later(again, 3) == later(tmp_path, 3)
+    again.mkdir()
+    scheduler(again, end=False)
+    third = later(tmp_path, 3)
+    third.mkdir()
+    scheduler(third)
+    found = collect(tmp_path)
+    assert [e["seq"] for e in found] == list(range(len(found)))
+    assert [e["step"] for e in found if e["kind"] == "step.scheduled"] == [1, 2, 3, 4, 5, 6]
+    assert [e["step"] for e in found if e["kind"] == "engine.lifecycle" and e["op"] == "restart"]
+    assert [e["kind"] for e in found].count("run.start") == 1
+    assert [n for n, e in enumerate(found) if e["kind"] == "run.end"] == [len(found) - 1]
+    by_seq = {e["seq"]: e for e in found}
+    for event in found:
+        assert check_event(event) == []
+        if event["kind"] == "hook.returned":
+            assert by_seq[event["called_seq"]]["kind"] == "hook.called"
+            assert by_seq[event["called_seq"]]["step"] == event["step"]
 
 
 def test_half_a_line_is_what_a_process_died_over(tmp_path: Path) -> None:
