@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a mutant's runs: those that killed its neighbours, then the cheapest."""
+"""The order of a mutant's runs: those that killed its neighbours, then each case once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,22 @@ class Killers:
         self._all[run] += 1
 
     def order(self, site: Site, runs: Iterable[str], seconds: Mapping[str, float]) -> list[str]:
-        """Return the runs in their order: same function, same module, any other kill, the rest."""
+        """Return the runs in their order: same function, same module, any other kill, the rest.
+
+        Of the rest, the cheapest run of every case comes first, then the next one of every case:
+        runs of one case kill much the same mutants.
+        """
+        seen: Counter[str] = Counter()
+        turn: dict[str, int] = {}
+        for run in sorted(runs, key=lambda run: seconds.get(run, 0.0)):
+            case = run.partition("[")[0]
+            turn[run] = seen[case]
+            seen[case] += 1
         mine = self._functions.get((site.module, site.function), Counter())
         near = self._modules.get(site.module, Counter())
 
         def rank(run: str) -> tuple[float, ...]:
             cost = seconds.get(run, 0.0)
-            return -mine[run], -near[run], -self._all[run], cost
+            return -mine[run], -near[run], -self._all[run], turn[run], cost
 
-        return sorted(runs, key=rank)
+        return sorted(turn, key=rank)

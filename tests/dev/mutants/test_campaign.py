@@ -89,6 +89,12 @@ def test_runs_that_killed_neighbours_come_first() -> None:
     assert killers.order(here, runs, seconds) == ["same", "near", "far", "cheap", "dear"]
 
 
+def test_every_case_comes_once_before_one_comes_again() -> None:
+    seconds = {"a[1]": 1.0, "a[2]": 2.0, "a[3]": 3.0, "b[1]": 4.0, "b[2]": 5.0}
+    found = Killers().order(ALL[0].site, sorted(seconds, reverse=True), seconds)
+    assert found == ["a[1]", "b[1]", "a[2]", "b[2]", "a[3]"]
+
+
 def test_only_runs_that_execute_the_line_are_repeated(tmp_path: Path) -> None:
     original = Original("key", seconds={"one": 1.0, "two": 1.0, "three": 0.1}, skipped=["three"])
     original.add_lines("one", "m", {1, 2})
