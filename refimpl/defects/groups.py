@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
 
@@ -15,6 +16,7 @@ from kvconform.refimpl.faulty import Target, returns
 from kvconform.refimpl.plan import Load, Save
 from kvconform.refimpl.tracking import Tracked
 from kvconform.refimpl.variants.hybrid import HybridConnector, Part, Share
+from kvconform.refimpl.variants.plain import Plain
 
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory"
 SUPPORTS_HMA = Target(f"{FACTORY}.supports_hma_config")
@@ -62,6 +64,21 @@ class IgnoresTheWindow(ReferenceConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self.several_groups = True  # skips the check
         super().__init__(vllm_config, role, kv_cache_config)
+
+
+class SavesTheWindowAgain(Plain):
+    """Saves all of a request's table in every step, and not each block once.
+
+    The connector's own table still has the blocks that the window has left behind, which belong to
+    another request by then.
+    """
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        index, self._index = self._index, {}
+        try:
+            return super().build_connector_meta(scheduler_output)
+        finally:
+            self._index = index
 
 
 class TakesTheHitForAll(HybridConnector):

@@ -35,12 +35,14 @@ No operator makes a connector depend on the seed of Python's hashes, so mutants 
 class Setup(BaseModel):
     """One configuration of a subject. The capabilities are declared: nothing is inferred away.
 
-    `catalogue` or `file` name settings that `extra_config` and `capabilities` add to.
+    `catalogue` or `file` name settings that `extra_config` and `capabilities` add to. `connector`:
+    another class of the subject's modules than the subject's own.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     id: str
+    connector: str | None = None
     catalogue: str | None = None
     file: str | None = Field(default=None, description="settings, relative to the repository")
     extra_config: dict[str, Any] = {}
@@ -109,7 +111,7 @@ def settings_of(subject: Subject, setup: Setup, root: Path, cases: Sequence[str]
     `root`: the repository. `cases`: ids, areas or globs of the only cases to run.
     """
     given: dict[str, Any] = {
-        "connector": subject.connector if setup.catalogue is None else setup.catalogue,
+        "connector": setup.catalogue or setup.connector or subject.connector,
         "engine": setup.engine,
         "scheduling": setup.scheduling,
         "workers": 1,
