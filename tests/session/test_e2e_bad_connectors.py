@@ -81,7 +81,13 @@ def test_a_store_of_earlier_runs_is_named_and_nothing_is_judged(tmp_path: Path, 
     assert "FAIL" not in second.stdout and "CONFORMANT" not in second.stdout
 
 
-@pytest.mark.parametrize("how", [[], ["--debug"]], ids=["forked", "new"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param([], id="forked"),
+        pytest.param(["--debug"], id="new", marks=pytest.mark.long),
+    ],
+)
 def test_a_connector_may_need_a_hash_seed_if_its_settings_prescribe_one(
     tmp_path: Path, how: list[str]
 ) -> None:
