@@ -159,7 +159,9 @@ class Executor:
         first = len(self.trace.events)
         self.trace.emit("worker.step_begin")
         self._begin_reports()
-        if tokens:
+        loading = {grant.req for grant in leader.oracle.open_grants()}
+        if tokens or not leader.failing.isdisjoint(loading):
+            # What a load finds lost is lost for other requests before it is reported.
             self.observer.activity += 1
         leader.scheduled = set(output.num_scheduled_tokens)
         result, failed = self._on_all_ranks(output)
