@@ -17,7 +17,8 @@ incomplete chunks are not saved (its default).
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,29 @@ from lmcache.v1.gpu_connector.gpu_connectors import (
     VLLMPagedMemLayerwiseGPUConnector,
 )
 from lmcache.v1.memory_management import MemoryFormat
+
+
+class Copied:
+    """How many tokens this module has copied out of the engine's pages, on all ranks."""
+
+    def __init__(self) -> None:
+        self.saved = 0
+
+    @contextmanager
+    def from_zero(self) -> Iterator[None]:
+        """Count from 0 in a run. May be nested."""
+        outer, self.saved = self.saved, 0
+        try:
+            yield
+        finally:
+            self.saved = outer
+
+    def of_run(self) -> Mapping[str, float]:
+        """Return the count by its meaning (capability `metrics`)."""
+        return {"tokens_saved": self.saved}
+
+
+copied = Copied()
 
 
 class Pages:
@@ -105,6 +129,7 @@ class Transfer(_Pages):
     def from_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
         """Read the slots of the request's tokens [start, end) into a chunk."""
         slots = kwargs["slot_mapping"][start:end]
+        copied.saved += end - start
         for layer, pages in enumerate(self._pages(kwargs)):
             memory_obj.tensor[:, layer] = pages.read(slots).transpose(0, 1)
         if self.format is not None:
@@ -162,6 +187,7 @@ class LayerwiseTransfer(_Pages):
     ) -> Generator[None, None, None]:
         """Fill memory_objs[layer][chunk], one layer per step; yields layers + 1 times."""
         pages = self._pages(kwargs)
+        copied.saved += sum(ends) - sum(starts)
         for layer in range(self.layers):
             for start, end, chunk in zip(starts, ends, memory_objs[layer], strict=True):
                 rows = pages[layer].read(kwargs["slot_mapping"][start:end])

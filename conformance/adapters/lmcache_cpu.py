@@ -10,7 +10,7 @@ end with the process; here one process does many runs. `around` lets each run be
 process. By then the suite has judged what the last connector's shutdown left behind.
 
 The adapter also gives the connector what an operator can ask of LMCache's engine
-(`_lmcache_controller`).
+(`_lmcache_controller`), and what LMCache exports as metrics (`_lmcache_metrics`).
 
 CacheGen, LMCache's lossy codec, looks up the number of layers by the model's name on a hub. The
 engines `reference` and `vllm` use names that no hub has; for these it gets their configuration.
@@ -46,6 +46,7 @@ def install() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
     from kvconform.adapters import _lmcache_controller as controller
+    from kvconform.adapters import _lmcache_metrics as metrics
     from kvconform.adapters import _lmcache_transfer as transfer
 
     theirs = gpu_connector.CreateGPUConnector
@@ -67,6 +68,8 @@ def install() -> None:
 
     connector: Any = LMCacheConnectorV1
     connector.kvconform_controller = operations
+    connector.kvconform_counters = lambda self: metrics.counters()
+    connector.kvconform_copies = lambda self: transfer.copied.of_run()
     gpu_connector.CreateGPUConnector = create
     LMCacheManager.__init__ = noted
     _know_the_model()
@@ -110,6 +113,9 @@ def fresh() -> Iterator[None]:
     from lmcache.integration.vllm import utils, vllm_v1_adapter
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
 
+    from kvconform.adapters import _lmcache_metrics as metrics
+    from kvconform.adapters import _lmcache_transfer as transfer
+
     builder = LMCacheEngineBuilder
     loggers: dict[str, Any] = builder._stat_loggers
     tables: list[dict[str, Any]] = [
@@ -127,7 +133,8 @@ def fresh() -> Iterator[None]:
         table.clear()
     utils._config_instance = None
     try:
-        yield
+        with metrics.of_run(), transfer.copied.from_zero():
+            yield
     finally:
         left = _started[count:]
         del _started[count:]
