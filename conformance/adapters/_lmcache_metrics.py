@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's own counters of one run, for adapter `lmcache-cpu`.
+"""LMCache's own counters of one run, and the facts that they are compared with.
 
 LMCache counts in a monitor. A thread of its logger takes what was counted every ten seconds, and
 adds it to metrics of Prometheus. Both exist once in the process, for all ranks.
@@ -8,13 +8,17 @@ adds it to metrics of Prometheus. Both exist once in the process, for all ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from lmcache.observability import LMCStatsMonitor, PrometheusLogger
 from prometheus_client import REGISTRY
 
 PREFIX = "lmcache:"
+
+facts: Counter[str] = Counter()
+"""What the adapter saw happen in this run, on all ranks, by meaning (capability `metrics`)."""
 
 _before: Counter[str] = Counter()
 """The samples at the start of the run, and those of runs within it."""
@@ -22,18 +26,22 @@ _before: Counter[str] = Counter()
 
 @contextmanager
 def of_run() -> Iterator[None]:
-    """Give the run a monitor of its own, and count from here. May be nested."""
+    """Count a run from 0, with a monitor of its own. May be nested."""
     global _before
-    outer, start, monitor = _before, _samples(), LMCStatsMonitor._instance
+    outer, start, monitor, seen = _before, _samples(), LMCStatsMonitor._instance, dict(facts)
     _before = start
     LMCStatsMonitor.DestroyInstance()
+    facts.clear()
     try:
         yield
     finally:
         spent = _samples()
         spent.subtract(start)
-        _before = outer + spent
+        outer.update(spent)
+        _before = outer
         LMCStatsMonitor._instance = monitor
+        facts.clear()
+        facts.update(seen)
 
 
 def counters() -> Mapping[str, float]:
@@ -41,6 +49,34 @@ def counters() -> Mapping[str, float]:
     found = _samples()
     found.subtract(_before)
     return found
+
+
+def known() -> Mapping[str, float]:
+    """Return what is known exactly.
+
+    Those are the bytes of chunks that were copied into pages, the tokens that were copied out of
+    pages, and the entries that were evicted from memory. A chunk has the layers that LMCache counts
+    in the model, also those without KV.
+    """
+    return {what: facts[what] for what in ("bytes_loaded", "tokens_saved", "evictions")}
+
+
+def watched(allocate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method of LocalCPUBackend, which evicts, counting what is gone afterwards."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = _keys(self)
+        try:
+            return allocate(self, *args, **kwargs)
+        finally:
+            facts["evictions"] += len(before - _keys(self))
+
+    return call
+
+
+def _keys(backend: Any) -> set[Any]:
+    with backend.cpu_lock:
+        return set(backend.hot_cache)
 
 
 def _samples() -> Counter[str]:

@@ -17,8 +17,7 @@ incomplete chunks are not saved (its default).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -28,28 +27,7 @@ from lmcache.v1.gpu_connector.gpu_connectors import (
 )
 from lmcache.v1.memory_management import MemoryFormat
 
-
-class Copied:
-    """How many tokens this module has copied out of the engine's pages, on all ranks."""
-
-    def __init__(self) -> None:
-        self.saved = 0
-
-    @contextmanager
-    def from_zero(self) -> Iterator[None]:
-        """Count from 0 in a run. May be nested."""
-        outer, self.saved = self.saved, 0
-        try:
-            yield
-        finally:
-            self.saved = outer
-
-    def of_run(self) -> Mapping[str, float]:
-        """Return the count by its meaning (capability `metrics`)."""
-        return {"tokens_saved": self.saved}
-
-
-copied = Copied()
+from kvconform.adapters import _lmcache_metrics as metrics
 
 
 class Pages:
@@ -121,6 +99,7 @@ class Transfer(_Pages):
     def to_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
         """Write the chunk of the request's tokens [start, end) to their slots."""
         assert memory_obj.tensor is not None, "LMCache passed a chunk that it has freed"
+        metrics.facts["bytes_loaded"] += memory_obj.get_size()
         first = start + min(end - start, max(0, kwargs.get("vllm_cached_tokens", 0) - start))
         slots = kwargs["slot_mapping"][first:end]
         for layer, pages in enumerate(self._pages(kwargs)):
@@ -129,7 +108,7 @@ class Transfer(_Pages):
     def from_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
         """Read the slots of the request's tokens [start, end) into a chunk."""
         slots = kwargs["slot_mapping"][start:end]
-        copied.saved += end - start
+        metrics.facts["tokens_saved"] += end - start
         for layer, pages in enumerate(self._pages(kwargs)):
             memory_obj.tensor[:, layer] = pages.read(slots).transpose(0, 1)
         if self.format is not None:
@@ -187,7 +166,7 @@ class LayerwiseTransfer(_Pages):
     ) -> Generator[None, None, None]:
         """Fill memory_objs[layer][chunk], one layer per step; yields layers + 1 times."""
         pages = self._pages(kwargs)
-        copied.saved += sum(ends) - sum(starts)
+        metrics.facts["tokens_saved"] += sum(ends) - sum(starts)
         for layer in range(self.layers):
             for start, end, chunk in zip(starts, ends, memory_objs[layer], strict=True):
                 rows = pages[layer].read(kwargs["slot_mapping"][start:end])

@@ -43,6 +43,7 @@ def install() -> None:
     from lmcache.v1 import gpu_connector
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
     from lmcache.v1.manager import LMCacheManager
+    from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
     from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
     from kvconform.adapters import _lmcache_controller as controller
@@ -69,9 +70,11 @@ def install() -> None:
     connector: Any = LMCacheConnectorV1
     connector.kvconform_controller = operations
     connector.kvconform_counters = lambda self: metrics.counters()
-    connector.kvconform_copies = lambda self: transfer.copied.of_run()
+    connector.kvconform_known = lambda self: metrics.known()
     gpu_connector.CreateGPUConnector = create
     LMCacheManager.__init__ = noted
+    for name in ("allocate", "batched_allocate"):
+        setattr(LocalCPUBackend, name, metrics.watched(getattr(LocalCPUBackend, name)))
     _know_the_model()
     for name in ("get", "get_or_create", "destroy"):
         setattr(LMCacheEngineBuilder, name, _by_rank(getattr(LMCacheEngineBuilder, name)))
@@ -114,7 +117,6 @@ def fresh() -> Iterator[None]:
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
 
     from kvconform.adapters import _lmcache_metrics as metrics
-    from kvconform.adapters import _lmcache_transfer as transfer
 
     builder = LMCacheEngineBuilder
     loggers: dict[str, Any] = builder._stat_loggers
@@ -133,7 +135,7 @@ def fresh() -> Iterator[None]:
         table.clear()
     utils._config_instance = None
     try:
-        with metrics.of_run(), transfer.copied.from_zero():
+        with metrics.of_run():
             yield
     finally:
         left = _started[count:]

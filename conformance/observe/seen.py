@@ -32,8 +32,10 @@ class Seen:
         """The observer of the cache behind the connector, if that is shown."""
         self.chunk_tokens = 0
         """The connector's granularity in tokens, if it declares one."""
-        self.copies: Callable[[], Mapping[str, float]] | None = None
-        """Returns what an adapter knows exactly because it makes the copies, by meaning."""
+        self.splits_tokens = False
+        """Whether each rank has only some of the tokens."""
+        self.known: Callable[[], Mapping[str, float]] | None = None
+        """Returns what an adapter saw happen, by meaning; such a number is exact."""
         self._asked: dict[str, tuple[int, int, bool]] = {}
         self._misses: list[Miss] = []
         self._looked_up_tokens = 0
@@ -121,7 +123,7 @@ class Seen:
         # Of a group with a window, less is loaded than saved.
         has_one_group = all(len(e["tables"]) == 1 and not e["tables"][0][1] for e in allocs)
         ranks = 1 + max((e.get("rank") or 0 for e in dues), default=0)
-        if has_one_group:
+        if has_one_group and not self.splits_tokens:
             found["tokens_loaded"] = self._loaded(dues, grants)
         if complete and has_one_group:
             found["bytes_saved"] = self._saved(complete, allocs)
@@ -133,7 +135,7 @@ class Seen:
         evicted = self._evicted(allocs, ranks)
         if evicted is not None:
             found["evictions"] = evicted
-        exact = self.copies() if self.copies else {}
+        exact = self.known() if self.known else {}
         return found | {what: (count, count) for what, count in exact.items()}
 
     def _loaded(self, dues: list[Event], grants: list[Event]) -> Bounds:

@@ -193,7 +193,8 @@ class Driver:
         if not variant.case.config.multi:  # its statistics are those of all its connectors
             engine.telemetry.declared = state.caps["metrics"]
             engine.telemetry.own_counters = getattr(engine.connector, "kvconform_counters", None)
-            engine.telemetry.seen.copies = getattr(engine.connector, "kvconform_copies", None)
+            engine.telemetry.seen.splits_tokens = variant.case.config.context_parallel > 1
+            engine.telemetry.seen.known = getattr(engine.connector, "kvconform_known", None)
             engine.telemetry.seen.chunk_tokens = state.caps["chunk_tokens"]
         undisturbed = not takes_from_store(variant.case)
         for rank in engine.ranks.members:
