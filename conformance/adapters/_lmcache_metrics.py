@@ -7,7 +7,7 @@ adds it to metrics of Prometheus. Both exist once in the process, for all ranks.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +20,7 @@ PREFIX = "lmcache:"
 facts: Counter[str] = Counter()
 """What the adapter saw happen in this run, on all ranks, by meaning (capability `metrics`)."""
 
-_before: Counter[str] = Counter()
+_before: dict[str, float] = {}
 """The samples at the start of the run, and those of runs within it."""
 
 
@@ -35,10 +35,8 @@ def of_run() -> Iterator[None]:
     try:
         yield
     finally:
-        spent = _samples()
-        spent.subtract(start)
-        outer.update(spent)
-        _before = outer
+        spent = _since(start)
+        _before = {name: outer.get(name, 0) + value for name, value in spent.items()}
         LMCStatsMonitor._instance = monitor
         facts.clear()
         facts.update(seen)
@@ -46,9 +44,7 @@ def of_run() -> Iterator[None]:
 
 def counters() -> Mapping[str, float]:
     """Return the samples of LMCache's metrics in this run, by name, over all labels."""
-    found = _samples()
-    found.subtract(_before)
-    return found
+    return _since(_before)
 
 
 def known() -> Mapping[str, float]:
@@ -79,12 +75,16 @@ def _keys(backend: Any) -> set[Any]:
         return set(backend.hot_cache)
 
 
-def _samples() -> Counter[str]:
+def _since(before: Mapping[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0) for name, value in _samples().items()}
+
+
+def _samples() -> dict[str, float]:
     """Do what the logger's thread does, and read the metrics."""
     logger = PrometheusLogger._get_base_logger()
     if logger is not None:
         logger.log_prometheus(LMCStatsMonitor.GetOrCreate().get_stats_and_clear())
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for metric in REGISTRY.collect():
         if metric.name.startswith(PREFIX):
             for sample in metric.samples:

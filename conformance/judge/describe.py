@@ -457,8 +457,8 @@ def _stats_compared(e: Event) -> str:
     counted = f"the connector counted {e['value']:g} as {e['name']}{place}"
     words = _SEEN.get(e["what"], f"{e['what']} was")
     if e["what"] in ("bytes_saved", "tokens_saved", "evictions", "load_seconds"):
-        bounds = f"between {e['seen']:g} and {e['most']:g}"
-        return f"{counted}, and {words} {bounds if e['seen'] < e['most'] else format(e['most'], 'g')}"
+        least = f"between {e['seen']:g} and " if e["seen"] < e["most"] else ""
+        return f"{counted}, and {words} {least}{e['most']:g}"
     whole = f" ({e['most']} in whole blocks)" if e["most"] != e["seen"] else ""
     if e["what"] == "tokens_missed" and whole:
         whole = f" ({e['most']} with resumed requests)"
