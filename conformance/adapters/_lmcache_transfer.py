@@ -27,6 +27,8 @@ from lmcache.v1.gpu_connector.gpu_connectors import (
 )
 from lmcache.v1.memory_management import MemoryFormat
 
+from kvconform.adapters import _lmcache_metrics as metrics
+
 
 class Pages:
     """One layer's tensor, addressed by slots."""
@@ -97,6 +99,7 @@ class Transfer(_Pages):
     def to_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
         """Write the chunk of the request's tokens [start, end) to their slots."""
         assert memory_obj.tensor is not None, "LMCache passed a chunk that it has freed"
+        metrics.facts["bytes_loaded"] += memory_obj.get_size()
         first = start + min(end - start, max(0, kwargs.get("vllm_cached_tokens", 0) - start))
         slots = kwargs["slot_mapping"][first:end]
         for layer, pages in enumerate(self._pages(kwargs)):
@@ -105,6 +108,7 @@ class Transfer(_Pages):
     def from_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
         """Read the slots of the request's tokens [start, end) into a chunk."""
         slots = kwargs["slot_mapping"][start:end]
+        metrics.facts["tokens_saved"] += end - start
         for layer, pages in enumerate(self._pages(kwargs)):
             memory_obj.tensor[:, layer] = pages.read(slots).transpose(0, 1)
         if self.format is not None:
@@ -162,6 +166,7 @@ class LayerwiseTransfer(_Pages):
     ) -> Generator[None, None, None]:
         """Fill memory_objs[layer][chunk], one layer per step; yields layers + 1 times."""
         pages = self._pages(kwargs)
+        metrics.facts["tokens_saved"] += sum(ends) - sum(starts)
         for layer in range(self.layers):
             for start, end, chunk in zip(starts, ends, memory_objs[layer], strict=True):
                 rows = pages[layer].read(kwargs["slot_mapping"][start:end])

@@ -10,7 +10,7 @@ end with the process; here one process does many runs. `around` lets each run be
 process. By then the suite has judged what the last connector's shutdown left behind.
 
 The adapter also gives the connector what an operator can ask of LMCache's engine
-(`_lmcache_controller`).
+(`_lmcache_controller`), and what LMCache exports as metrics (`_lmcache_metrics`).
 
 CacheGen, LMCache's lossy codec, looks up the number of layers by the model's name on a hub. The
 engines `reference` and `vllm` use names that no hub has; for these it gets their configuration.
@@ -43,9 +43,11 @@ def install() -> None:
     from lmcache.v1 import gpu_connector
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
     from lmcache.v1.manager import LMCacheManager
+    from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
     from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
     from kvconform.adapters import _lmcache_controller as controller
+    from kvconform.adapters import _lmcache_metrics as metrics
     from kvconform.adapters import _lmcache_transfer as transfer
 
     theirs = gpu_connector.CreateGPUConnector
@@ -67,8 +69,12 @@ def install() -> None:
 
     connector: Any = LMCacheConnectorV1
     connector.kvconform_controller = operations
+    connector.kvconform_counters = lambda self: metrics.counters()
+    connector.kvconform_known = lambda self: metrics.known()
     gpu_connector.CreateGPUConnector = create
     LMCacheManager.__init__ = noted
+    for name in ("allocate", "batched_allocate"):
+        setattr(LocalCPUBackend, name, metrics.watched(getattr(LocalCPUBackend, name)))
     _know_the_model()
     for name in ("get", "get_or_create", "destroy"):
         setattr(LMCacheEngineBuilder, name, _by_rank(getattr(LMCacheEngineBuilder, name)))
@@ -110,6 +116,8 @@ def fresh() -> Iterator[None]:
     from lmcache.integration.vllm import utils, vllm_v1_adapter
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
 
+    from kvconform.adapters import _lmcache_metrics as metrics
+
     builder = LMCacheEngineBuilder
     loggers: dict[str, Any] = builder._stat_loggers
     tables: list[dict[str, Any]] = [
@@ -127,7 +135,8 @@ def fresh() -> Iterator[None]:
         table.clear()
     utils._config_instance = None
     try:
-        yield
+        with metrics.of_run():
+            yield
     finally:
         left = _started[count:]
         del _started[count:]

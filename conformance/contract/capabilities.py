@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -12,7 +12,14 @@ from kvconform.errors import UsageError, did_you_mean
 
 _YES_NO = (bool, "true or false")
 Meaning = Literal[
-    "bytes_loaded", "tokens_granted", "tokens_missed", "bytes_saved", "evictions", "load_seconds"
+    "bytes_loaded",
+    "tokens_loaded",
+    "tokens_granted",
+    "tokens_missed",
+    "bytes_saved",
+    "tokens_saved",
+    "evictions",
+    "load_seconds",
 ]
 """Meanings of counters."""
 Operation = Literal["lookup", "clear", "move", "pin", "compress"]
@@ -128,12 +135,12 @@ CAPABILITIES: dict[str, Capability] = {
         {},
         (
             dict[Meaning, list[str]],
-            "a mapping of bytes_loaded, tokens_granted, tokens_missed, bytes_saved, evictions or "
-            "load_seconds to lists of names",
+            f"a mapping of {', '.join(get_args(Meaning)[:-1])} or {get_args(Meaning)[-1]} to lists "
+            "of names",
         ),
-        "names of counters in the log or among the metrics, by their meaning: bytes that loads "
-        "wrote, tokens that the engine granted or that lookups did not find, bytes that were "
-        "saved, entries that left a level, seconds of loads",
+        "names of counters in the log or among the metrics, by their meaning: bytes or tokens that "
+        "loads wrote, tokens that the engine granted or that lookups did not find, bytes or tokens "
+        "that were saved, entries that left a level, seconds of loads",
     ),
     "transfer": Capability(
         False,

@@ -405,8 +405,8 @@ _kind(
     "hooks",
     "what:str name:str place:str value:float seen:float most:float",
     "At the end of a run in which every load became due: a counter that the connector declares "
-    "(capability metrics). what = its meaning; place = log or metrics (empty: the name was in "
-    "neither); value = its total; seen and most = the least and the most that it may be.",
+    "(capability metrics). what = its meaning; place = log, metrics or own (empty: the name was in "
+    "none); value = its total; seen and most = the least and the most that it may be.",
 )
 _kind(
     "report.landed",

@@ -456,8 +456,9 @@ def _stats_compared(e: Event) -> str:
     place = f" ({e['place']})" if e["place"] else ""
     counted = f"the connector counted {e['value']:g} as {e['name']}{place}"
     words = _SEEN.get(e["what"], f"{e['what']} was")
-    if e["what"] in ("bytes_saved", "evictions", "load_seconds"):
-        return f"{counted}, and {words} between {e['seen']:g} and {e['most']:g}"
+    if e["what"] in ("bytes_saved", "tokens_saved", "evictions", "load_seconds"):
+        least = f"between {e['seen']:g} and " if e["seen"] < e["most"] else ""
+        return f"{counted}, and {words} {least}{e['most']:g}"
     whole = f" ({e['most']} in whole blocks)" if e["most"] != e["seen"] else ""
     if e["what"] == "tokens_missed" and whole:
         whole = f" ({e['most']} with resumed requests)"
@@ -466,9 +467,11 @@ def _stats_compared(e: Event) -> str:
 
 _SEEN = {
     "bytes_loaded": "the bytes that loads wrote were",
+    "tokens_loaded": "the tokens that loads wrote were",
     "tokens_granted": "the tokens that the engine granted were",
     "tokens_missed": "the tokens that lookups of admitted requests did not find were",
     "bytes_saved": "the bytes that were saved must be",
+    "tokens_saved": "the tokens that were saved must be",
     "evictions": "the entries that left a level must be",
     "load_seconds": "the seconds of the loads must be",
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,10 @@ class Seen:
         """The observer of the cache behind the connector, if that is shown."""
         self.chunk_tokens = 0
         """The connector's granularity in tokens, if it declares one."""
+        self.splits_tokens = False
+        """Whether each rank has only some of the tokens."""
+        self.known: Callable[[], Mapping[str, float]] | None = None
+        """Returns what an adapter saw happen, by meaning; such a number is exact."""
         self._asked: dict[str, tuple[int, int, bool]] = {}
         self._misses: list[Miss] = []
         self._looked_up_tokens = 0
@@ -118,19 +122,39 @@ class Seen:
         complete = [e for e in dues if not e["missing"]]
         # Of a group with a window, less is loaded than saved.
         has_one_group = all(len(e["tables"]) == 1 and not e["tables"][0][1] for e in allocs)
+        ranks = 1 + max((e.get("rank") or 0 for e in dues), default=0)
+        if has_one_group and not self.splits_tokens:
+            found["tokens_loaded"] = self._loaded(dues, grants)
         if complete and has_one_group:
             found["bytes_saved"] = self._saved(complete, allocs)
-        ranks = 1 + max((e.get("rank") or 0 for e in dues), default=0)
+            largest = max(e["granted"] for e in complete)
+            found["tokens_saved"] = (largest, self._tokens(allocs) * ranks)
         if complete and not any(self._loading.values()):
             waiting = sum(time.monotonic() - since for since in self._since.values())
             found["load_seconds"] = (SOME_TIME, (self._seconds + waiting) * ranks)
         evicted = self._evicted(allocs, ranks)
-        return found if evicted is None else {**found, "evictions": evicted}
+        if evicted is not None:
+            found["evictions"] = evicted
+        exact = self.known() if self.known else {}
+        return found | {what: (count, count) for what, count in exact.items()}
+
+    def _loaded(self, dues: list[Event], grants: list[Event]) -> Bounds:
+        """Return the tokens that loads wrote on all ranks, and those of the chunks with a grant."""
+        size = self._chunk(grants)
+        whole = {e["transfer"]: in_whole_chunks(e, size) for e in grants}
+        return (
+            sum(e["granted"] - len(e["missing"]) for e in dues),
+            sum(whole[e["transfer"]] for e in dues),
+        )
+
+    def _chunk(self, allocs: list[Event]) -> int:
+        """Return the tokens of the connector's chunks, or of the engine's blocks."""
+        return max(self.chunk_tokens, *map(block_size, allocs)) if allocs else 1
 
     def _missed(self, allocs: list[Event]) -> Bounds:
         """Return the misses in whole blocks or chunks that could be stored, and in all blocks."""
         size = max(map(block_size, allocs))
-        coarse = max(size, self.chunk_tokens)
+        coarse = self._chunk(allocs)
         # Whether the lookup of a resumed request counts is the connector's choice.
         sure = [miss for miss in self._misses if not miss.is_resumed]
         return (
@@ -158,7 +182,7 @@ class Seen:
         that a request has when it is admitted may be stored once more.
         """
         size = max(map(block_size, allocs))
-        coarse = max(size, self.chunk_tokens)
+        coarse = self._chunk(allocs)
         steps = [e for e in self.trace.events if e["kind"] == "req.scheduled"]
         computed = sum(
             _up(e["computed"] + e["scheduled"], size) - _down(e["computed"], coarse) for e in steps
@@ -207,5 +231,9 @@ def block_size(alloc: Mapping[str, Any]) -> int:
 
 def in_whole_blocks(alloc: Mapping[str, Any]) -> int:
     """Return the tokens of the blocks that a grant covers, completely or in part."""
-    size = block_size(alloc)
+    return in_whole_chunks(alloc, block_size(alloc))
+
+
+def in_whole_chunks(alloc: Mapping[str, Any], size: int) -> int:
+    """Return the tokens of the chunks of `size` that a grant covers, completely or in part."""
     return int(_up(alloc["local"] + alloc["external"], size) - _down(alloc["local"], size))

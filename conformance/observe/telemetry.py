@@ -215,6 +215,8 @@ class Telemetry:
         """Names of the counters that the connector declares, by their meaning."""
         self.logged: dict[str, float] = {}
         """Totals of the numbers that the logger would print, by name."""
+        self.own_counters: Callable[[], Mapping[str, float]] | None = None
+        """Returns totals that the connector keeps elsewhere than in its statistics, by name."""
         self.compared = False
         self.seen = Seen(trace, probe)
         self.returned = self.filled = 0
@@ -404,10 +406,15 @@ class Telemetry:
         all known that was loaded.
         """
         seen = self.seen.of_run() if self.declared and self._alone() else {}
+        own = self.own_counters() if seen and self.own_counters else {}
         for what, names in self.declared.items():
             for name in names if what in seen else ():
                 exported = self.metrics.total(name) if self.metrics else None
-                places = {"log": self.logged.get(name), "metrics": exported}
+                places = {
+                    "log": self.logged.get(name),
+                    "metrics": exported,
+                    "own": own.get(name),
+                }
                 totals = {place: value for place, value in places.items() if value is not None}
                 for place, value in (totals or {"": 0.0}).items():
                     self.trace.emit(

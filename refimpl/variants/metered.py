@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvconform.refimpl.connector import Lookup
 from kvconform.refimpl.inspector import Inspector
 from kvconform.refimpl.paging import bytes_in
-from kvconform.refimpl.plan import Load, Save
+from kvconform.refimpl.plan import Load, Piece, Save
 from kvconform.refimpl.telemetry import COUNTERS
 from kvconform.refimpl.variants.tiers import CacheInspector, Tiered
 
@@ -21,11 +21,18 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-MEANINGS = ("tokens_missed", "bytes_saved", "evictions", "load_seconds")
+MEANINGS = (
+    "tokens_loaded",
+    "tokens_missed",
+    "bytes_saved",
+    "tokens_saved",
+    "evictions",
+    "load_seconds",
+)
 
 
 class Metered(Tiered):
-    """The connector over tiers, with counters of misses, saves, evictions and seconds."""
+    """The connector over tiers, with counters of loads, misses, saves, evictions and seconds."""
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -60,6 +67,16 @@ class Metered(Tiered):
         super()._load(load, layers)
         self._count_seconds(time.monotonic() - start)
 
+    def _load_counted(self, piece: Piece, layer: str) -> bool:
+        is_loaded = super()._load_counted(piece, layer)
+        if is_loaded and self._is_first(layer):
+            self._count("tokens_loaded", len(piece.slots))
+        return is_loaded
+
+    def _is_first(self, layer: str) -> bool:
+        """Whether tokens are counted with this layer, so that they count once."""
+        return layer == next(iter(self._layers))
+
     def _count_seconds(self, seconds: float) -> None:
         self._count("load_seconds", seconds)
 
@@ -68,6 +85,8 @@ class Metered(Tiered):
         if self._is_sound(save):
             for piece in save.pieces:
                 self._count_saved(bytes_in(kv_layer, piece.slots, self._share))
+            if self._is_first(layer):
+                self._count("tokens_saved", sum(len(piece.slots) for piece in save.pieces))
 
     def _count_saved(self, size: int) -> None:
         self._count("bytes_saved", size)

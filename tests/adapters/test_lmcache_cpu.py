@@ -29,7 +29,7 @@ from kvconform.adapters import registry as adapters
 from kvconform.config.settings import load
 from kvconform.contract.case import Case
 from kvconform.contract.loader import load_spec
-from kvconform.judge.records import CaseReport, Verdict
+from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.run import smoke
 from kvconform.run.case import run_and_judge
 
@@ -128,6 +128,37 @@ def test_a_load_that_does_not_happen_is_noticed(
 
     monkeypatch.setattr(Pages, "write", lambda self, slots, rows: None)
     assert "load.complete-or-failed" in failed(judged("lmcache-v1", CASE, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("entry", "counts", "wrong"),
+    [
+        ("lmcache-v1", "on_retrieve_finished", "num_hit_tokens"),
+        ("lmcache-v1", "on_store_request", "num_stored_tokens"),
+        ("lmcache-v1-eviction", "update_local_cpu_evict_metrics", "local_cpu_evict_keys_count"),
+    ],
+)
+def test_a_counter_that_counts_twice_is_noticed(
+    entry: str, counts: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmcache.observability import LMCStatsMonitor
+
+    count = getattr(LMCStatsMonitor, counts)
+
+    def twice(*args: Any) -> Any:
+        count(*args)
+        return count(*args)
+
+    [row] = rows_of("stats.true", judged(entry, CASE, tmp_path / "as-it-is"))
+    assert row.verdict == Verdict.PASS and row.exercised >= 2
+    monkeypatch.setattr(LMCStatsMonitor, counts, twice)
+    [row] = rows_of("stats.true", judged(entry, CASE, tmp_path / "broken"))
+    assert row.verdict == Verdict.FAIL and f"lmcache:{wrong}_total" in row.message
+
+
+def rows_of(requirement: str, report: CaseReport) -> list[Row]:
+    """Return the rows of one requirement."""
+    return [row for row in report.rows if row.requirement == requirement]
 
 
 def test_k_and_v_that_are_mixed_up_are_noticed(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,45 @@ class MissesBlocks(Metered):
         super()._count_missed(tokens - tokens % self.options.chunk_tokens)
 
 
+class KeepsElsewhere(Metered):
+    """Keeps its counters to itself, and shows what it saved."""
+
+    FACTOR = 1
+
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role.name == "SCHEDULER":  # the last half of an engine
+            elsewhere[self.options.store].clear()
+
+    def _count(self, name: str, by: float = 1) -> None:
+        elsewhere[self.options.store][name] += by
+
+    def kvconform_counters(self) -> dict[str, float]:
+        counts = elsewhere[self.options.store]
+        return {f"own_{name}": value * self.FACTOR for name, value in counts.items()}
+
+    def kvconform_known(self) -> dict[str, float]:
+        return {"tokens_saved": elsewhere[self.options.store]["tokens_saved"]}
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        found = super().kvconform_capabilities(extra_config)
+        names = ("tokens_loaded", "tokens_saved")
+        return {**found, "metrics": {name: [f"own_{name}"] for name in names}}
+
+
+class CountsElsewhereTwice(KeepsElsewhere):
+    """Shows twice what happened."""
+
+    FACTOR = 2
+
+
+elsewhere: defaultdict[str, Counter[str]] = defaultdict(Counter)
+"""What KeepsElsewhere has counted on all ranks, by store; each run has its own."""
+
+
 def target_of(cls: type, **options: Any) -> Target:
     return Target(f"{cls.__module__}:{cls.__name__}", {"store": "{tmp}/store", **options})
 
@@ -139,9 +179,11 @@ def test_misses_saves_evictions_and_seconds_are_compared(engine: Engine, tmp_pat
     log = {event["what"]: event for event in events if event["place"] == "log"}
     assert set(log) == {
         "bytes_loaded",
+        "tokens_loaded",
         "tokens_granted",
         "tokens_missed",
         "bytes_saved",
+        "tokens_saved",
         "evictions",
         "load_seconds",
     }
@@ -171,6 +213,20 @@ def test_a_counter_that_does_not_exist_is_zero(tmp_path: Path) -> None:
     assert row.message.startswith(
         "the connector counted 0 as bytes, and the bytes that loads wrote"
     )
+
+
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+@pytest.mark.parametrize("cls", [KeepsElsewhere, CountsElsewhereTwice])
+def test_counters_of_its_own_are_compared(cls: type, engine: Engine, tmp_path: Path) -> None:
+    variant = SPEC.cases["ranks.tensor"].variants([engine])[0]
+    report = run_and_judge(variant, target_of(cls), SPEC, seed=0, tmp=tmp_path)
+    [row] = [row for row in report.rows if row.requirement == "stats.true"]
+    assert row.exercised == 2
+    if cls is KeepsElsewhere:
+        assert row.verdict == "PASS", row.message
+    else:
+        assert row.verdict == "FAIL"
+        assert "own_tokens_" in row.message and "(own)" in row.message
 
 
 @pytest.mark.parametrize("wrong", [["bytes"], {"hits": ["hits"]}, {"bytes_loaded": "bytes"}])
