@@ -15,12 +15,8 @@ from pathlib import Path
 from rich.console import Console
 
 from kvconform.compat.installed import check_vllm
-from kvconform.config.catalogue import (
-    check_connector_exists,
-    check_connector_name,
-    check_router,
-    lacking,
-)
+from kvconform.config.catalogue import lacking
+from kvconform.config.exists import check_connector_exists, check_connector_name, check_router
 from kvconform.config.folders import check_writable
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem, UsageError
@@ -119,7 +115,9 @@ def run(
     vllm, warnings = check_vllm()
     warnings += lacking(settings.catalogue)
     check_connector_name(settings.connector, settings.pythonpath)
-    check_connector_exists(settings.connector, settings.pythonpath)
+    check_connector_exists(
+        settings.connector, settings.pythonpath, stand_ins=bool(settings.adapters)
+    )
     check_router(settings.router, settings.pythonpath)
     for warning in warnings:
         console.print(f"warning: {warning}")
