@@ -94,6 +94,21 @@ def vllm_root() -> Path | None:
     return Path(places[0]) if places else None
 
 
+def may_provide(package: str) -> bool:
+    """Return whether vLLM may enter a package into `sys.modules`, which need not be installed.
+
+    That is so for nixl and flash_attn. True if vLLM is not installed, or by an import hook.
+    """
+    root = vllm_root()
+    if root is None or not root.is_dir():
+        return True
+    return any(
+        "sys.modules" in line and (f'"{package}"' in line or f"'{package}'" in line)
+        for file in root.rglob("*.py")
+        for line in file.read_text(encoding="utf-8").splitlines()
+    )
+
+
 def missing(file: str, symbol: str) -> str | None:
     """Return a sentence if `file` (relative to vllm/) or `symbol` (dotted) does not exist.
 

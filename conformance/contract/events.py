@@ -445,7 +445,8 @@ _kind(
     "sched",
     "req:str of:str tokens:int differs:list",
     "A lookup claims KV that was computed for other content: request `of` has the longest common "
-    "prefix with its request, of `tokens` tokens. differs = how the two differ otherwise.",
+    "prefix with its request, of `tokens` tokens. differs = how the two differ otherwise: what "
+    "differs, its kind, and the values here (of `req`) and there (of `of`), in words.",
 )
 _kind(
     "lookup.permitted",
@@ -572,6 +573,13 @@ _kind(
     "sched",
     "req:str generation:int",
     "on_new_request was called.",
+)
+_kind(
+    "request.identity",
+    "harness",
+    "req:str generation:int salt:str? adapter:dict? items:list embeds:dict?",
+    "A request was added that more than its tokens tells apart from others: its cache salt, LoRA "
+    "adapter, multi-modal items and prompt embeddings.",
 )
 _kind(
     "hashes",

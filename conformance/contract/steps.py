@@ -232,6 +232,16 @@ class Add(Model):
         default=None, description="the client's request id; the same id twice is id reuse"
     )
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells it apart from other requests with the same tokens."""
+        return {
+            "salt": self.salt,
+            "adapter": self.lora.model_dump() if self.lora else None,
+            "items": [item.model_dump(exclude={"alike"}) for item in self.mm],
+            "embeds": self.embeds.model_dump() if self.embeds else None,
+        }
+
     def mentions(self) -> set[str]:
         """Return the other requests that it refers to."""
         found = {self.reloads} if self.reloads else set()

@@ -38,7 +38,7 @@ from kvconform.dev.defect import (
     print_matrix,
     write,
 )
-from kvconform.errors import EnvironmentProblem, UsageError, did_you_mean
+from kvconform.errors import EnvironmentProblem, KvconformError, UsageError, did_you_mean
 from kvconform.execute.answers import Death
 from kvconform.execute.choice import LOCAL, Choice, executor
 from kvconform.execute.work import Calls
@@ -419,6 +419,7 @@ def named(ids: Iterable[str]) -> list[str]:
             raise UsageError(f"no defect violates {name}")
         if not mine:
             close = did_you_mean(name, [*known_defects(), *specification().requirements])
+            close = close or "; spec/defects.yaml lists the defects"
             raise UsageError(f"there is no defect or requirement {name!r}{close}")
         found.update(dict.fromkeys(mine))
     return list(found)
@@ -497,18 +498,14 @@ def main(
     """Run the command.
 
     Returns 0 if every defect is caught exactly as listed and no control run fails anything, 1 if
-    not, 2 for an unknown name. `jobs` is the number of workers; 0: one per core, at most 4. The
-    kill matrix is written to `report_dir`, if given. With `strict`, a MUST that no defect violates
-    is a failure too.
+    not. UsageError for an unknown name. `jobs` is the number of workers; 0: one per core, at most
+    4. The kill matrix is written to `report_dir`, if given. With `strict`, a MUST that no defect
+    violates is a failure too.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of every process
     workers = where.workers(jobs or None, min(4, len(os.sched_getaffinity(0))))
-    try:
-        known = known_defects()
-        outcomes = list(run_defects(names, workers, where))
-    except UsageError as error:
-        print(error.message, file=sys.stderr)
-        return error.code
+    known = known_defects()
+    outcomes = list(run_defects(names, workers, where))
     controls = [outcome for outcome in outcomes if outcome.defect not in known]
     matrix: KillMatrix = build(
         [each for each in outcomes if each not in controls],
@@ -523,5 +520,16 @@ def main(
     return int(any(outcome.problem for outcome in outcomes) or (strict and bool(matrix.unkilled)))
 
 
+def _command(arguments: list[str]) -> int:
+    """Run the command for ids alone, and print an error as `kvconform defects` does."""
+    try:
+        if any(word.startswith("-") for word in arguments):
+            raise UsageError("this command takes ids only; `kvconform defects` takes options")
+        return main(arguments)
+    except KvconformError as error:
+        print(f"kvconform: {error.message}", file=sys.stderr)
+        return error.code
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(_command(sys.argv[1:]))

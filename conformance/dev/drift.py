@@ -27,7 +27,6 @@ from kvconform.contract.references import Evidence, digest, key
 from kvconform.contract.requirement import Model, Source, Version, version_key
 from kvconform.contract.yaml12 import parse
 from kvconform.errors import EnvironmentProblem, UsageError
-from kvconform.words import many
 
 if TYPE_CHECKING:
     from kvconform.contract.loader import Spec
@@ -323,7 +322,8 @@ def _version() -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run `update [--check]`; return 1 if --check finds a stale file, 2 for other arguments.
 
-    `update` prints which files it wrote, or that nothing changed.
+    `update` compares the two files of spec/ about vLLM's source with the installed vLLM. It prints
+    which of them it wrote, or that both agree.
     """
     from kvconform.contract.loader import load_spec
 
@@ -350,7 +350,8 @@ def main(arguments: list[str] | None = None) -> int:
         (folder / name).write_text(texts[name], encoding="utf-8")
         print(f"wrote spec/{name}, as in vLLM {_version()}")
     if not stale:
-        print(f"nothing changed: {many(len(texts), 'file')} of spec/ as in vLLM {_version()}")
+        files = " and ".join(f"spec/{name}" for name in texts)
+        print(f"{files} agree with the source of the installed vLLM {_version()}: nothing to write")
     return 0
 
 

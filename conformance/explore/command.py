@@ -15,13 +15,10 @@ from pathlib import Path
 from rich.console import Console
 
 from kvconform.compat.installed import check_vllm
-from kvconform.config.catalogue import (
-    check_connector_exists,
-    check_connector_name,
-    check_router,
-    lacking,
-)
+from kvconform.config.catalogue import lacking
+from kvconform.config.exists import check_connector_exists, check_connector_name, check_router
 from kvconform.config.folders import check_writable
+from kvconform.config.mentioned import unmentioned
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.execute.choice import LOCAL, Choice
@@ -119,8 +116,11 @@ def run(
     vllm, warnings = check_vllm()
     warnings += lacking(settings.catalogue)
     check_connector_name(settings.connector, settings.pythonpath)
-    check_connector_exists(settings.connector, settings.pythonpath)
+    check_connector_exists(
+        settings.connector, settings.pythonpath, stand_ins=bool(settings.adapters)
+    )
     check_router(settings.router, settings.pythonpath)
+    warnings += unmentioned(settings.connector, settings.extra_config, settings.pythonpath)
     for warning in warnings:
         console.print(f"warning: {warning}")
     seed = settings.seed + (int(time.time()) // 86_400 if chosen.daily else 0)

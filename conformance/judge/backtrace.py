@@ -308,7 +308,9 @@ def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
     behind = [*_of_origin(trace, event), *_of_claimed(trace, event)]
     origin = [e for e in behind if e["seq"] < seq and e["seq"] not in there]
     lives = [e for e in _lives(trace, left, seq) if e["seq"] not in there]
-    story = sorted(lives + origin[-ORIGIN:] + before, key=lambda e: e["seq"])
+    earlier = lives + origin[-ORIGIN:] + before
+    told = [e for e in _identities(trace, earlier, mine) if e["seq"] < seq]
+    story = sorted(told + earlier, key=lambda e: e["seq"])
     later = [
         e
         for e in chosen
@@ -317,6 +319,16 @@ def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
         and not e["kind"] == event["kind"] == "kv.wrong"
     ]
     return story + later[:AFTER]
+
+
+def _identities(trace: list[Event], chosen: list[Event], mine: set[str]) -> Iterator[Event]:
+    """Yield what tells the requests apart that an excerpt is about, if it is more than tokens."""
+    about = {e["req"] for e in chosen if isinstance(e.get("req"), str)}
+    about |= {e["of"] for e in chosen if e["kind"] == "lookup.namesake"}
+    about |= {e["origin_req"] for e in chosen if e["kind"] == "kv.wrong"}
+    for e in trace:
+        if e["kind"] == "request.identity" and e["req"] in about | mine:
+            yield e
 
 
 def _shown(e: Event, violation: Event, mine: set[str]) -> bool:

@@ -16,6 +16,7 @@ from kvconform.contract.events import ARGUMENTS, altered_in_entry
 from kvconform.contract.trace import Event
 from kvconform.errors import Place
 from kvconform.judge.foreign import TRUTH, UNHEARD
+from kvconform.judge.identity import CLAIMED, apart
 from kvconform.words import many
 
 CALLS_GET_FINISHED = ("get_transfer_results",)
@@ -63,13 +64,16 @@ def _layer(e: Event) -> str:
     return f"layer {e['layer']}{group}"
 
 
+_SPELT_OUT = ("other_request", "other_tokens", "other_identity", "other_prefix", "old_position")
+
+
 def _wrong(e: Event) -> str:
     last = e["pos"] + e["count"] - 1
     where = f"position {e['pos']}" if e["count"] == 1 else f"positions {e['pos']}-{last}"
     side = {"k": "K", "v": "V", "both": "K and V"}[e["kv"]]
     memory = f"{_layer(e)}, block {e['block']}, {_VIA[e['via']]}"
     found = e["found"].replace("_", " ")
-    if e["found"] in ("other_request", "other_tokens", "other_prefix", "old_position"):
+    if e["found"] in _SPELT_OUT:
         found = _FOUND[e["found"]]
     text = f"{side} of {where} of request {e['req']} ({memory}) hold {found}: {e['origin']}"
     return f"after damage to what was stored, {text}" if e.get("damaged") else text
@@ -200,8 +204,8 @@ def _published(e: Event) -> str:
 
 def namesake(e: Event) -> str:
     """Return in words whose KV a lookup found, and how its request differs."""
-    differs = ", and another ".join(e["differs"])
-    return f"{e['of']} begins with the same {e['tokens']} tokens and has another {differs}"
+    differs = apart(e["differs"], e["req"], e["of"])
+    return f"{e['of']} begins with the same {e['tokens']} tokens and differs in {differs}"
 
 
 def changed_argument(e: Event) -> str:
@@ -757,7 +761,7 @@ _BY_TABLE = {
     "load": "a load wrote by the block table from before a preemption, which left",
 }
 _HITS = {
-    "lookup.identity": "a hit on KV of another salt, adapter, image, embedding or model",
+    CLAIMED: "a hit on KV of another salt, adapter, image, embedding or model",
     "reset.forgets": "a hit on KV from before a reset",
 }
 """What is wrong with a hit, by requirement: the sentence begins with its numbers."""

@@ -10,6 +10,7 @@ from kvconform.contract.trace import Event
 from kvconform.judge.backtrace import claimed, excerpt, tell
 from kvconform.judge.circumstances import absent
 from kvconform.judge.describe import cause, describe, headline, hook_of, place
+from kvconform.judge.identity import CLAIMED, another, apart, differing
 from kvconform.judge.leases import lease_of
 from kvconform.judge.ranks import reports_of
 from kvconform.judge.records import Row, Verdict
@@ -47,6 +48,8 @@ def narrate(
             if story is not None and story.outdated is not None:
                 row.outdated = (story.req, story.outdated)
             row.headline = headline(event, row.requirement, row.side, again=again)
+        if event["kind"] == "kv.wrong" or row.requirement == CLAIMED:
+            _tell_apart(row, event, differing(trace, event), parts)
         if (owner := claimed(trace, event)) is not None:
             parts.append(owner[1])
         if row.req is None and (loading := loader(trace, event)) is not None:
@@ -67,6 +70,25 @@ def narrate(
             row.check = None  # the message repeats it
         if row.requirement.startswith("hook."):
             row.evidence = evidence_of(event) or row.evidence
+
+
+def _tell_apart(
+    row: Row, event: Event, differs: Sequence[Mapping[str, str]], parts: list[str | None]
+) -> None:
+    """Fill in how the two requests of a row differ whose KV was mixed up. Changes the row.
+
+    Causes are told apart by the first difference. A lookup has its sentence already.
+    """
+    if not differs:
+        return
+    row.differs = tuple(dict.fromkeys(each["kind"] for each in differs))
+    row.cause += row.differs[:1]
+    if event["kind"] == "lookup":
+        row.headline = f"a hit on KV with {another(differs)}"
+        return
+    other = event["origin_req"]
+    row.headline = f"loaded KV with {another(differs)}"
+    parts.append(f"request {other} differs in {apart(differs, event['req'], other)}")
 
 
 def _stall_of(trace: Sequence[Event]) -> str | None:

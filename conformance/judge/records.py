@@ -92,6 +92,13 @@ class Row:
         tuple[str, ...],
         Field(description="the kind of fault: equal for failures that differ only in particulars"),
     ] = ()
+    differs: Annotated[
+        tuple[str, ...],
+        Field(
+            description="what tells the request apart from the one whose KV it got: salt, adapter,"
+            " embeds, items or model"
+        ),
+    ] = ()
     hook: Annotated[str | None, Field(description="the hook that the failure is about")] = None
     place: Annotated[
         Place | None, Field(description="the connector's line that raised, if one did")

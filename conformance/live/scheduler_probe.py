@@ -27,6 +27,7 @@ from kvconform.live.state import (
     Roster,
     Share,
     StepNote,
+    described,
     shape_of,
 )
 from kvconform.observe.ledger import Ledger, RankReports, counted
@@ -158,6 +159,9 @@ class SchedulerProbe:
         """Wrap Scheduler.add_request."""
         self.roster.add(request)
         self.ledger.added(request)
+        if any((known := described(request)).values()):
+            req, generation = request.request_id, self.roster.generation(request.request_id)
+            self.trace.emit("request.identity", req=req, generation=generation, **known)
         if (fields := self.entries.fields(request)) is not None:
             self.trace.emit("live.entered", **fields)
         return original(request, *args, **kwargs)

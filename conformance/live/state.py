@@ -58,14 +58,7 @@ def identity_of(request: Any, block_size: int = 0) -> Identity:
     blocks. `block_size`: tokens per block; 0 takes a prompt of embeddings as one block.
     """
     lora = getattr(request, "lora_request", None)
-    items = [
-        {
-            "at": feature.mm_position.offset,
-            "length": feature.mm_position.length,
-            "id": feature.identifier,
-        }
-        for feature in getattr(request, "mm_features", None) or ()
-    ]
+    items = _items(request)
     embeds = getattr(request, "prompt_embeds", None)
     if embeds is not None:
         size = block_size or len(embeds)
@@ -74,6 +67,36 @@ def identity_of(request: Any, block_size: int = 0) -> Identity:
             items.append({"at": start, "length": len(part), "id": f"embeds:{digest(part)}"})
     adapter = None if lora is None else Adapter.of(lora.lora_name, getattr(lora, "lora_path", None))
     return Identity.of(getattr(request, "cache_salt", None), adapter, items)
+
+
+def described(request: Any) -> dict[str, Any]:
+    """Return the fields of a request.identity event for a vLLM request.
+
+    Embeddings are named by a digest.
+    """
+    lora = getattr(request, "lora_request", None)
+    embeds = getattr(request, "prompt_embeds", None)
+    adapter = None
+    if lora is not None:
+        path, number = getattr(lora, "lora_path", None), getattr(lora, "lora_int_id", None)
+        adapter = {"name": lora.lora_name, "path": path, "number": number}
+    return {
+        "salt": getattr(request, "cache_salt", None),
+        "adapter": adapter,
+        "items": _items(request),
+        "embeds": None if embeds is None else {"of": digest(embeds), "until": None, "then": None},
+    }
+
+
+def _items(request: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "at": feature.mm_position.offset,
+            "length": feature.mm_position.length,
+            "id": feature.identifier,
+        }
+        for feature in getattr(request, "mm_features", None) or ()
+    ]
 
 
 def digest(tensor: torch.Tensor) -> str:

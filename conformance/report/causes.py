@@ -34,7 +34,8 @@ _Cause = tuple[str, bool, tuple[str, ...]]
 def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
     """Return failed rows grouped by requirement and cause; at most SHOWN groups of each kind.
 
-    The first row of a group says what kind of failure it is. A risk whose cause also fails where it
+    The first row of a group says what kind of failure it is: of two requests whose KV was mixed up,
+    it is one that fewest differences tell apart. A risk whose cause also fails where it
     counts joins that group, behind the rows that count. The requirements are ordered as
     `_earlier_first` has it, causes before what they may explain (kvconform.report.stage); the
     causes of one requirement by first appearance.
@@ -42,7 +43,7 @@ def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
     groups: dict[_Cause, list[Row]] = {}
     home: dict[_Cause, list[Row]] = {}
     shown: dict[tuple[str, bool], list[list[Row]]] = {}
-    for row in sorted(rows, key=lambda row: not row.gating):
+    for row in sorted(rows, key=lambda row: (not row.gating, len(row.differs))):
         key = (row.requirement, row.gating, row.cause)
         if row.risk and (row.requirement, True, row.cause) in home:
             key = (row.requirement, True, row.cause)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -15,6 +16,8 @@ from kvconform.words import many
 
 EVERY = 60.0
 """Seconds between two lines of progress where there is no terminal."""
+ENOUGH = 10.0
+"""Seconds from the first result on after which the time that is left is estimated."""
 
 
 class Progress:
@@ -30,7 +33,7 @@ class Progress:
         self.failing: set[str] = set()
         self._bar: Bar | None = None
         self._last = time.monotonic()
-        self._begun = False
+        self._begun: float | None = None
 
     def start(self) -> None:
         """Show the bar on a terminal."""
@@ -51,7 +54,7 @@ class Progress:
 
     def _begin(self, refused: str | None) -> None:
         """Say, at the first result, what comes: all runs, or why there will be none."""
-        self._begun = True
+        self._begun = time.monotonic()
         if refused is not None:
             self.console.print(refused, highlight=False, markup=False)
         elif self._bar is None:
@@ -62,7 +65,7 @@ class Progress:
 
         `refused` says why the run was not made, if vLLM does not construct the class.
         """
-        if not self._begun:
+        if self._begun is None:
             self._begin(refused)
         self.count += 1
         self.failing |= {
@@ -70,13 +73,26 @@ class Progress:
         }
         if self._bar is not None:
             case = variant.partition("[")[0]
-            self._bar.update(self._task, completed=self.count, now=f"{self._failures()} · {case}")
+            parts = [*self._left(), self._failures(), case]
+            self._bar.update(self._task, completed=self.count, now=" · ".join(parts))
         elif time.monotonic() - self._last > EVERY:
             self._last = time.monotonic()
-            self.console.print(
-                f"{self.count} of {self.total} runs made, {self._failures()} so far",
-                highlight=False,
-            )
+            parts = [
+                f"{self.count} of {self.total} runs made",
+                f"{self._failures()} so far",
+                *self._left(),
+            ]
+            self.console.print(", ".join(parts), highlight=False)
+
+    def _left(self) -> list[str]:
+        """Return roughly how much time is left, in words; nothing while too little is known."""
+        if self._begun is None or self.count == self.total:
+            return []
+        passed = time.monotonic() - self._begun
+        if passed < ENOUGH:
+            return []
+        minutes = math.ceil(passed / self.count * (self.total - self.count) / 60)
+        return [f"about {many(minutes, 'minute')} left"]
 
     def _failures(self) -> str:
         number = len(self.failing)

@@ -15,6 +15,7 @@ from kvconform.contract.events import WRITES
 from kvconform.contract.trace import Event
 from kvconform.judge.backtrace import is_noise
 from kvconform.judge.describe import changed_argument, namesake
+from kvconform.judge.identity import told_apart_by
 from kvconform.words import many
 
 WIDTH = 118
@@ -301,6 +302,10 @@ def _namesake(e: Event) -> tuple[str, str]:
     return "namesake", namesake(e)
 
 
+def _identity(e: Event) -> tuple[str, str]:
+    return "request", f"{e['req']} has {told_apart_by(e)}"
+
+
 def _permitted(e: Event) -> tuple[str, str]:
     return "permitted", f"{e['req']} up to token {e['allowed']}, claimed up to {e['end']}"
 
@@ -435,6 +440,7 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "step.scheduled": _step,
     "req.scheduled": _scheduled,
     "lookup": _lookup,
+    "request.identity": _identity,
     "lookup.namesake": _namesake,
     "lookup.permitted": _permitted,
     "alloc": _alloc,

@@ -21,13 +21,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvconform.compat.installed import check_vllm
-from kvconform.config.catalogue import (
-    check_connector_exists,
-    check_connector_name,
-    check_router,
-    lacking,
-)
+from kvconform.config.catalogue import lacking
+from kvconform.config.exists import check_connector_exists, check_connector_name, check_router
 from kvconform.config.folders import why_not
+from kvconform.config.mentioned import unmentioned
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
@@ -92,8 +89,11 @@ class Controller:
         self.warnings += unpacked.notes()
         check_connector_name(settings.connector, settings.pythonpath)
         if RUNNER not in os.environ:
-            check_connector_exists(settings.connector, settings.pythonpath)
+            check_connector_exists(
+                settings.connector, settings.pythonpath, stand_ins=bool(settings.adapters)
+            )
         check_router(settings.router, settings.pythonpath)
+        self.warnings += unmentioned(settings.connector, settings.extra_config, settings.pythonpath)
         self.spec = spec_for(settings)
         selection = select(self.spec, settings, self.vllm)
         self.collector = Collector(self.spec, settings, selection, self.vllm)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvconform.config.catalogue import check_connector_name
+from kvconform.config.exists import check_connector_name
 from kvconform.config.folders import check_writable
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings, load, parse_extra_config

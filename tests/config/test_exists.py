@@ -7,14 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from kvconform.config.catalogue import check_connector_exists
+from kvconform.config.exists import check_connector_exists
 from kvconform.errors import UsageError
 
 SOURCE = """
+import json
 from elsewhere import Imported as Renamed
 Made = type("Made", (), {})
 if True:
     class Inner: ...
+def helper(): ...
+"""
+MANY = """
+from base import KVConnectorBase_V1
+class Stored: ...
+class StoreMetadata: ...
+class Stores(KVConnectorBase_V1):
+    def store(self, metadata): meta_data = metadata
 """
 
 
@@ -26,6 +35,7 @@ def folder(tmp_path: Path) -> Path:
         "__init__.py": "raise SystemExit('imported')",
         "conn.py": SOURCE,
         "broken.py": "class C(:\n",
+        "many.py": MANY,
         "star.py": "from os import *",
         "lazy.py": "def __getattr__(name): ...",
         "dynamic.py": "globals().update(x=1)",
@@ -49,6 +59,10 @@ def test_what_may_exist_is_left_to_the_workers(folder: Path, name: str) -> None:
         ("some_package.conn:Imported", "has no class 'Imported'"),
         ("some_package.con:Inner", "there is no module 'some_package.con'"),
         ("some_package.conn.deeper:Inner", "there is no module 'some_package.conn.deeper'"),
+        ("some_package.conn:helper", "has no class 'helper'$"),
+        ("some_package.conn:json", "has no class 'json'$"),
+        ("some_package.many:Metadata", r"'Metadata'; did you mean StoreMetadata\?$"),
+        ("some_package.many:Store", r"'Store'; did you mean Stores\?$"),
         ("some_package.broken:C", r"broken\.py:1: .*so some_package\.broken cannot run"),
     ],
 )
@@ -78,6 +92,46 @@ def test_a_module_is_answered_with_its_connectors(tmp_path: Path, name: str, tex
         (tmp_path / file).write_text(source, encoding="utf-8")
     with pytest.raises(UsageError, match=text):
         check_connector_exists(name, [str(tmp_path)])
+
+
+CLASS = "class C: ..."
+MISSING = "import no_such_package_1"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"{MISSING}\n{CLASS}",
+        f'"""About it."""\nimport os, vllm.config\nfrom no_such_package_1.x import y\n{CLASS}',
+        f"if TYPE_CHECKING:\n    import no_such_package_2\n{MISSING}\n{CLASS}",
+    ],
+)
+def test_a_missing_package_is_named_as_its_import_would(tmp_path: Path, source: str) -> None:
+    pytest.importorskip("vllm")
+    (tmp_path / "needy.py").write_text(source, encoding="utf-8")
+    with pytest.raises(UsageError) as refused:
+        check_connector_exists("needy:C", [str(tmp_path)])
+    assert str(refused.value) == (
+        "Module needy of connector needy:C cannot be imported: "
+        "ModuleNotFoundError: No module named 'no_such_package_1'."
+    )
+    check_connector_exists("needy:C", [str(tmp_path)], stand_ins=True)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"try:\n    {MISSING}\nexcept ImportError: pass",
+        f"import helpful\n{MISSING}",
+        f"sys.modules['no_such_package_1'] = sys\n{MISSING}",
+        "import nixl",  # which vLLM may stand in for
+        "import helpful",
+    ],
+)
+def test_a_package_that_may_be_there_is_left_to_the_workers(tmp_path: Path, source: str) -> None:
+    (tmp_path / "needy.py").write_text(f"{source}\n{CLASS}", encoding="utf-8")
+    (tmp_path / "helpful.py").write_text("raise SystemExit('imported')", encoding="utf-8")
+    check_connector_exists("needy:C", [str(tmp_path)])
 
 
 def test_names_that_vllm_registers() -> None:

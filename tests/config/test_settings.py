@@ -187,14 +187,14 @@ class TestEnvironment:
         ],
     )
     def test_names(self, connector: str, sentence: str) -> None:
-        from kvconform.config.catalogue import check_connector_name
+        from kvconform.config.exists import check_connector_name
 
         with pytest.raises(UsageError) as error:
             check_connector_name(connector)
         assert sentence in error.value.message
 
     def test_pythonpath(self, tmp_path: Path) -> None:
-        from kvconform.config.catalogue import check_connector_name
+        from kvconform.config.exists import check_connector_name
 
         (tmp_path / "only_here.py").write_text("")
         check_connector_name("only_here:C", [str(tmp_path)])

@@ -31,6 +31,7 @@ from kvconform.dev.defect import (
     summary,
 )
 from kvconform.dev.defects import (
+    _command,
     difference,
     examine,
     examine_apart,
@@ -407,7 +408,8 @@ def test_a_requirement_stands_for_its_defects() -> None:
         match=r"^there is no defect or requirement 'flat-count'; did you mean float-count",
     ):
         named(["flat-count"])
-    with pytest.raises(UsageError, match=r"^there is no defect or requirement 'zzzz'$"):
+    lists = r"^there is no defect or requirement 'zzzz'; spec/defects\.yaml lists the defects$"
+    with pytest.raises(UsageError, match=lists):
         named(["zzzz"])
 
 
@@ -436,8 +438,24 @@ def test_the_matrix_says_what_nothing_kills() -> None:
     assert build(outcomes, {"d": Defect(**PLAIN)}, requirements, complete=False).unkilled == []
 
 
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("flat-count", "there is no defect or requirement 'flat-count'; did you mean float-count"),
+        ("--help", "this command takes ids only; `kvconform defects` takes options"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    argument: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _command([argument]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"kvconform: {sentence}") and said.count("\n") == 1
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nope"]) == 2
+    with pytest.raises(UsageError, match="there is no defect or requirement 'nope'"):
+        main(["nope"])
     assert main(["float-count"], jobs=1, report_dir=str(tmp_path / "report")) == 0
     assert "1 of 1 defects are caught as listed" in capsys.readouterr().out
     matrix = KillMatrix.model_validate(

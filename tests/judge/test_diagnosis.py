@@ -355,6 +355,7 @@ SELF_EVIDENT = {
     "meta.cleared",
     "hashes",
     "request.new",
+    "request.identity",
 }
 """Kinds whose fields say enough by themselves; guarantees of the engine, mostly."""
 

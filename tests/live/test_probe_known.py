@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvconform.live.state import Roster, identity_of, shape_of
+from kvconform.live.state import Roster, described, identity_of, shape_of
 from kvconform.live.trace import _every_rank
 
 
@@ -56,6 +56,13 @@ def test_what_a_request_is_made_of_besides_its_tokens() -> None:
     ]
     assert len(set(seen)) == 3
     assert seen[2].spans[0][:2] == (1, 3)
+    fields = {"cache_salt": "s", "lora_request": lora, "mm_features": [item]}
+    assert described(request("a", [], **fields)) == {
+        "salt": "s",
+        "adapter": {"name": "adapter", "path": None, "number": None},
+        "items": [{"at": 1, "length": 2, "id": "image"}],
+        "embeds": None,
+    }
 
 
 def test_a_request_is_admitted_with_kv_that_the_model_did_not_write() -> None:

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
-from kvconform.contract.steps import Add
 from kvconform.judge.records import Row
+from kvconform.report.causes import by_cause
 from kvconform.report.timeline import render
 from kvconform.run.case import run_and_judge
-from kvconform.run.namesakes import ELSEWHERE, REORDERED, RESTARTED, differences
 
 pytest.importorskip("vllm")
 from core_rig import REFERENCE, ROUND_TRIP, run_case, select
@@ -34,16 +32,40 @@ def found(case: str, defect: str, requirement: str, tmp: Path) -> tuple[Row, lis
 
 def test_a_claim_under_another_identity_says_how_the_two_differ(tmp_path: Path) -> None:
     row, lines = found("identity.lora-path", "identity:AdapterByName", "lookup.identity", tmp_path)
-    differs = "another path of its adapter ('/adapters/monday', '/adapters/tuesday')"
-    assert f"request a begins with the same 14 tokens and has {differs}" in str(row.message)
+    differs = "path of the LoRA adapter ('/adapters/tuesday' for b, '/adapters/monday' for a)"
+    assert f"request a begins with the same 14 tokens and differs in the {differs}" in str(
+        row.message
+    )
     kinds = [line.split()[1:3] for line in lines]
     assert ["plan", "save"] in kinds and ["namesake", "a"] in kinds
+    shown = [line.split(maxsplit=2)[2] for line in lines if line.split()[1] == "request"]
+    assert shown == [
+        "a has LoRA adapter 'tuned' at /adapters/monday",
+        "b has LoRA adapter 'tuned' at /adapters/tuesday",
+    ]
+
+
+def test_loaded_kv_of_another_identity_says_how_the_two_differ(tmp_path: Path) -> None:
+    row, lines = found("identity.salt-second", "identity:NoSalt", "identity.content", tmp_path)
+    assert "request b differs in the cache salt (none for d, 's1' for b)" in str(row.message)
+    assert any("request     b has cache salt 's1'" in line for line in lines)
+
+
+def test_what_differs_tells_causes_apart(tmp_path: Path) -> None:
+    salt, _ = found("identity.salt", "identity:NoSalt", "lookup.identity", tmp_path)
+    other, _ = found("identity.two-salts", "identity:NoSalt", "lookup.identity", tmp_path)
+    adapter, _ = found("identity.lora", "identity:NoAdapter", "lookup.identity", tmp_path)
+    both, _ = found("identity.joined-names", "identity:JoinsNames", "lookup.identity", tmp_path)
+    assert (salt.differs, adapter.differs) == (("salt",), ("adapter",))
+    assert salt.headline == "a hit on KV with another cache salt"
+    assert both.headline == "a hit on KV with another cache salt and another LoRA adapter"
+    assert by_cause([both, salt, adapter, other]) == [[salt, other, both], [adapter]]
 
 
 def test_an_image_at_another_place_is_no_other_image(tmp_path: Path) -> None:
     """Request z has another image over the same tokens, and came first."""
     row, _ = found("identity.image-offset", "identity:ImagesAnywhere", "lookup.identity", tmp_path)
-    assert "request a begins with the same 18 tokens and has another place of its" in str(
+    assert "request a begins with the same 18 tokens and differs in the place of" in str(
         row.message
     )
 
@@ -62,32 +84,6 @@ def test_no_namesake_is_looked_for_where_a_claim_is_right(tmp_path: Path) -> Non
     run = run_case(REFERENCE, ROUND_TRIP, tmp_path)
     assert [e["tokens"] for e in select(run.trace, "lookup", req="b")] == [12]
     assert not select(run.trace, "lookup.namesake")
-
-
-CAT = {"at": 1, "length": 2, "id": "cat"}
-DOG = {"at": 4, "length": 2, "id": "dog"}
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "words"),
-    [
-        ({"salt": "s"}, {}, ["cache salt ('s', none)"]),
-        ({"lora": "x"}, {}, ["adapter ('x', none)"]),
-        ({"lora": "x"}, {"lora": "y"}, ["name of its adapter ('x', 'y')"]),
-        (
-            {"embeds": "p", "salt": "s"},
-            {"embeds": "q"},
-            ["cache salt ('s', none)", "prompt embedding"],
-        ),
-        ({"mm": [CAT]}, {}, ["multi-modal item"]),
-        ({"mm": [CAT]}, {"mm": [CAT | {"at": 2}]}, [ELSEWHERE]),
-        ({"mm": [CAT, DOG]}, {"mm": [DOG | {"at": 1}, CAT | {"at": 4}]}, [REORDERED]),
-        ({}, {}, [RESTARTED]),
-    ],
-)
-def test_differences(one: dict[str, Any], other: dict[str, Any], words: list[str]) -> None:
-    first, second = (Add.model_validate({"req": "a", "prompt": 9, **each}) for each in (one, other))
-    assert list(differences(first, second)) == words
 
 
 def test_a_request_that_is_alike_is_no_namesake(tmp_path: Path) -> None:
