@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
 
 
 class TogglesEpoch(ReferenceConnector):
@@ -92,6 +93,14 @@ class RepairsForEver(ReferenceConnector):
         metadata = super().build_connector_meta(scheduler_output)
         self._repaired = repaired
         return metadata
+
+
+class RemembersFailedBlocks(ReferenceConnector):
+    """Never takes a block for sound again whose load has failed once, whatever it holds later."""
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        self._repaired.clear()
 
 
 class LostForGood(ReferenceConnector):
