@@ -51,6 +51,9 @@ def root_key(vllm_config: VllmConfig, codec: str = "raw") -> bytes:
     stages = parallel.pipeline_parallel_size
     if stages > 1:
         parts.append(f"pp{stages}")
+    overrides = getattr(model, "hf_overrides", None)
+    if overrides:
+        parts.append(f"overrides {overrides}")
     if codec != "raw":
         parts.append(f"codec {codec}")
     return digest(*parts)

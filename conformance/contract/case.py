@@ -44,6 +44,7 @@ from kvconform.contract.steps import (
     SamePrompt,
     Step,
     one_by_one,
+    restarts_process,
 )
 from kvconform.errors import WrongPart, did_you_mean
 
@@ -79,6 +80,15 @@ class Config(Model):
     role: Role = "kv_both"
     model: str = Field(
         default="kvconform/tiny-model", description="name; models of other names have other KV"
+    )
+    revision: str | None = Field(
+        default=None, description="of the model's weights; those of other revisions have other KV"
+    )
+    quantization: str | None = Field(
+        default=None, description="of the model's weights; those quantised otherwise have other KV"
+    )
+    hf_overrides: dict[str, Any] = Field(
+        default={}, description="changes of the model's configuration, such as its rope_theta"
     )
     dtype: DType = Field(default="float32", description="of the model, and so of its KV")
     cache_dtype: CacheDType = Field(
@@ -136,6 +146,11 @@ class Config(Model):
         default=[],
         description="run inside of MultiConnector with these children; `self` is the connector",
     )
+
+    @property
+    def weights(self) -> tuple[Any, ...]:
+        """What tells the model apart from others whose prompts have the same tokens."""
+        return self.model, self.revision, self.quantization, self.hf_overrides
 
     @property
     def layer_numbers(self) -> list[int]:
@@ -339,6 +354,14 @@ class Case(Model):
         return self
 
     @model_validator(mode="after")
+    def _one_process_more(self) -> Case:
+        if sum(restarts_process(step) for step in self.steps) > 1:
+            raise ValueError(
+                "restart: at most one restart of a case, `engine` apart, is in another process"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _kernel_blocks(self) -> Case:
         size = self.config.kernel_block_size
         if size is None:
@@ -538,7 +561,10 @@ PROPERTIES: dict[str, Callable[[Case], bool]] = {
     "unknown-peer": lambda case: _alters_params(case, to_nothing=False),
     "incomplete-params": lambda case: _alters_params(case, to_nothing=True),
     "common-reset": _resets_common_store,
-    "other-model": lambda case: any(each.model for each in case.changes),
+    "other-model": lambda case: any(
+        each.model or each.revision or each.quantization or each.hf_overrides
+        for each in case.changes
+    ),
     "other-format": lambda case: any(
         each.dtype or each.cache_dtype or each.pipeline_parallel for each in case.changes
     ),

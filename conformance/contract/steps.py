@@ -521,6 +521,11 @@ class Otherwise(Model):
     model: str | None = Field(
         default=None, description="name of another model of the same sizes, whose KV is another"
     )
+    revision: str | None = Field(default=None, description="other weights of the same model")
+    quantization: str | None = Field(default=None, description="of the model's weights")
+    hf_overrides: dict[str, Any] | None = Field(
+        default=None, description="changes of the model's configuration"
+    )
 
     @model_validator(mode="after")
     def _something(self) -> Otherwise:

@@ -176,6 +176,9 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
         groups.make_mtp(config)
     # A path would differ from machine to machine, and connectors derive keys from it.
     config.model_config.model = config.model_config.served_model_name = settings.model
+    config.model_config.revision = settings.revision
+    config.model_config.quantization = settings.quantization
+    config.model_config.hf_overrides = settings.hf_overrides
     config.scheduler_config.long_prefill_token_threshold = settings.long_prefill_threshold
     configure_policies(
         config, frozenset(variant.case.policies), variant.block_size, settings.spec_tokens

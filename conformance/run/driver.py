@@ -325,9 +325,9 @@ class Driver:
         return add.id or add.req
 
     def _other_model(self) -> str | None:
-        """Return the name of the model if a restart has changed it."""
-        first, now = self.variant.case.config.model, self.running.case.config.model
-        return now if now != first else None
+        """Return a name for the model if a restart has changed it."""
+        first, now = (each.case.config.weights for each in (self.variant, self.running))
+        return " ".join(map(str, now)) if now != first else None
 
     def _params(self, add: Add) -> dict[str, Any] | None:
         """Return the kv_transfer_params of a request that is added."""

@@ -102,6 +102,13 @@ class AnyModel(ReferenceConnector):
         return ""
 
 
+class AnyWeights(AnyModel):
+    """Takes only the model's name into its keys: no revision, quantization or override."""
+
+    def _name_of(self, model: str) -> str:
+        return model
+
+
 class ModelWithoutOwner(AnyModel):
     """Takes the last part of the model's name into its keys."""
 

@@ -524,6 +524,13 @@ def test_what_a_restart_may_change(
     assert ("pipeline_parallel" in made.needs_expr.source) == (stages > 1)
 
 
+def test_a_case_has_one_restart_in_another_process() -> None:
+    steps = [*RESTARTED, {"restart": "process"}, {"restart": "engine"}]
+    case(steps=steps)
+    with pytest.raises(ValueError, match="at most one restart of a case"):
+        case(steps=[*steps, {"restart": {"revision": "later"}}])
+
+
 def test_embeddings_in_parts() -> None:
     plain, joined = Embeds(of="x"), Embeds(of="x", until=5, then="y")
     assert plain.parts(9) == [("x", 0, 9)] == Embeds(of="x", until=9, then="y").parts(9)
