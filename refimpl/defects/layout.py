@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,10 @@ from kvconform.refimpl.faulty import Target, skipped
 from kvconform.refimpl.paging import write_slots
 from kvconform.refimpl.plan import Piece
 from kvconform.refimpl.variants.hybrid import HybridConnector
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
 
 REQUIRED_LAYOUT = Target("vllm.v1.attention.backends.utils:get_kv_connector_cache_layout")
 CREATE_VIEWS = Target("vllm.v1.kv_cache_interface:create_kv_cache_views")
@@ -49,6 +53,16 @@ class BlocksOfTheScheduler(ReferenceConnector):
                 for name, layer in kv_caches.items()
             }
         )
+
+
+class OneTokenIsNone(ReferenceConnector):
+    """Takes a grant of a single token for none; where a block has one token, it is a block."""
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        granted = num_external_tokens if num_external_tokens > 1 else 0
+        super().update_state_after_alloc(request, blocks, granted)
 
 
 class ForgetsTheDrafter(HybridConnector):

@@ -119,6 +119,14 @@ class RepairsForEver(ReferenceConnector):
         return metadata
 
 
+class RemembersFailedBlocks(ReferenceConnector):
+    """Never takes a block for sound again whose load has failed once, whatever it holds later."""
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        self._repaired.clear()
+
+
 class LostForGood(ReferenceConnector):
     """Counts up to where a request is stored, and not down when the engine computes it again."""
 

@@ -60,7 +60,7 @@ class Server:
         self.subject = subject
         self.explore = explore
         self._cases = tuple(cases)
-        self._limit = limit
+        self.limit = limit
         self._hook_timeout = hook_timeout
         self.killers = Killers()
         self.suite = suite_digest()
@@ -216,7 +216,7 @@ class Server:
             first,
             plain=self._plain,
             seconds=self.original.seconds,
-            limit=self._limit if mutation else None,
+            limit=self.limit if mutation else None,
             excused=frozenset(self.original.failed),
             known=frozenset(self.original.found),
             files={module: str(path) for module, path in self._paths.items()},

@@ -94,3 +94,10 @@ def test_an_equivalent_mutant_survives_with_its_diff(found: dict[str, dict[str, 
     assert result["outcome"] == "survived"
     assert [line.strip("+- ") for line in result["diff"]] == ["if matched <= 0:", "if matched < 0:"]
     assert result["runs"] == result["reached"] == 6
+
+
+def test_what_a_limit_of_time_leaves_out_is_counted(found: dict[str, dict[str, Any]]) -> None:
+    result = found["no time"]
+    assert result["outcome"] == "survived" and "runs" not in result
+    assert result["left"] == result["reached"] == 6
+    assert "left" not in of(found, "[boundary] if matched <= 0:")
