@@ -93,7 +93,7 @@ class OverlooksFirstBlock(ReferenceConnector):
 
 
 class TrustsOlderReports(ReferenceConnector):
-    """Takes the blocks of a load for filled at the next report, though it is about an older step."""
+    """Takes the blocks of a load for filled at the next report, which is about an older step."""
 
     _newest: frozenset[int] = frozenset()
 
