@@ -12,7 +12,7 @@ from kvconform.refimpl.cache.chunks import EPOCH, ChunkStore
 from kvconform.refimpl.cache.seal import seal
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.paging import read_slots
-from kvconform.refimpl.plan import Load, Save
+from kvconform.refimpl.plan import Load, ReferenceMetadata, Save
 from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
@@ -83,6 +83,30 @@ class SavesUponFailedLoads(ReferenceConnector):
 
     def _is_sound(self, save: Save) -> bool:
         return True
+
+
+class OverlooksFirstBlock(ReferenceConnector):
+    """Looks for failed loads in all blocks of a request but the first when it saves."""
+
+    def _is_sound(self, save: Save) -> bool:
+        return self._bad.isdisjoint(save.table[1:])
+
+
+class TrustsOlderReports(ReferenceConnector):
+    """Takes the blocks of a load for filled at the next report, which is about an older step."""
+
+    _newest: frozenset[int] = frozenset()
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, ReferenceMetadata)
+        pieces = (piece for load in metadata.loads for piece in load.pieces)
+        self._newest = frozenset().union(*(piece.blocks(self._block_size) for piece in pieces))
+        return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        self._repaired |= self._newest
 
 
 class RepairsForEver(ReferenceConnector):
