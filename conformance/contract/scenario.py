@@ -169,7 +169,7 @@ class Phase(Model):
     restart: bool = Field(
         default=False,
         description="before, vLLM ends and starts again in another process, whose hash seed is "
-        "another one unless the settings prescribe it (PYTHONHASHSEED in [env])",
+        "another one unless the environment or the settings have PYTHONHASHSEED",
     )
     interrupt: PositiveInt | None = Field(
         default=None,

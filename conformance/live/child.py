@@ -28,8 +28,6 @@ PATIENCE = 45.0
 """Seconds without a new token of any request, while some wait, after which the run is stalled."""
 OUTAGE_PATIENCE = 90.0
 """The same while servers of the connector fail: what it asked them may have to time out first."""
-OTHER_SEED = "1"
-"""PYTHONHASHSEED of an engine that was started again, where the settings prescribe none."""
 TRIES = 100
 """Steps in a row in which vLLM may refuse to reset its cache while requests run."""
 RESET_LIMIT = 15.0
@@ -129,7 +127,6 @@ class Child:
         for metric in collectors() - self._metrics:  # a front end of its own would have none
             REGISTRY.unregister(metric)
         self.lives += 1
-        os.environ["PYTHONHASHSEED"] = self.job.hash_seed or OTHER_SEED
         os.environ[SHARED] = "1"
         os.environ[TRACE] = str(later(Path(os.environ[TRACE]), self.lives))
         self.open()

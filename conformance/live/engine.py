@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconform.adapters.registry import ENVIRONMENT as ADAPTERS
+from kvconform.config.settings import HASH_SEED
 from kvconform.config.target import Target
 from kvconform.contract.scenario import BLOCK_SIZE, Start
 from kvconform.live.job import JOB, Ask, Job, Outcome, Play
@@ -88,7 +89,6 @@ def make_run(
         device=target.device if target is not None else "cpu",
         desk=str(tmp / "desk") if faults else None,
         pace=pace,
-        hash_seed=target.hash_seed if target is not None else None,
     )
     job.write(tmp / "job.json")
     environment = {
@@ -101,6 +101,9 @@ def make_run(
         "VLLM_LOGGING_LEVEL": "WARNING",
         "PYTHONPATH": import_path(),
     }
+    if any(play.restart for play in plays) and HASH_SEED not in os.environ:
+        # Each process has a seed of its own, as in production, and vLLM's block hashes are equal.
+        environment.pop(HASH_SEED)
     if target is not None and target.adapters:
         environment[ADAPTERS] = ",".join(target.adapters)
     if target is None:

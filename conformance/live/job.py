@@ -77,8 +77,7 @@ class Job(_Part):
     """One engine and what it is asked.
 
     `transfer`: fields of vLLM's KVTransferConfig, None for no connector. `desk`: the directory in
-    which the child requests faults (kvconform.live.outage). `hash_seed`: PYTHONHASHSEED, if the
-    settings prescribe it.
+    which the child requests faults (kvconform.live.outage).
     """
 
     model: str
@@ -93,7 +92,6 @@ class Job(_Part):
     pace: float = 0.0
     book: bool = True
     scale_loads: float | None = None
-    hash_seed: str | None = None
 
     @property
     def served(self) -> bool:
