@@ -26,7 +26,8 @@ SECTIONS = {
 class Row(Model):
     """One system, and what covers it.
 
-    `missing` says what it lacks; None: nothing. `waived` says why nothing can cover it.
+    `missing` says what it lacks; None: nothing. `waived` says why nothing can cover it. `limits`
+    says what a covered row leaves out.
     """
 
     row: str = Field(pattern=r"^[A-D][0-9]+$")
@@ -37,6 +38,7 @@ class Row(Model):
     bites: list[str] = []
     missing: str | None = None
     waived: str | None = None
+    limits: str | None = None
 
     @property
     def is_done(self) -> bool:
