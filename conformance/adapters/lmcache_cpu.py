@@ -43,6 +43,9 @@ def install() -> None:
     from lmcache.v1 import gpu_connector
     from lmcache.v1.cache_engine import LMCacheEngineBuilder
     from lmcache.v1.manager import LMCacheManager
+    from lmcache.v1.storage_backend.connector.instrumented_connector import (
+        InstrumentedRemoteConnector,
+    )
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
     from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
@@ -75,6 +78,10 @@ def install() -> None:
     LMCacheManager.__init__ = noted
     for name in ("allocate", "batched_allocate"):
         setattr(LocalCPUBackend, name, metrics.watched(getattr(LocalCPUBackend, name)))
+    remote: Any = InstrumentedRemoteConnector
+    remote.__init__ = metrics.stored(remote.__init__)
+    for name in ("put", "batched_put"):
+        setattr(remote, name, metrics.awaited(getattr(remote, name)))
     _know_the_model()
     for name in ("get", "get_or_create", "destroy"):
         setattr(LMCacheEngineBuilder, name, _by_rank(getattr(LMCacheEngineBuilder, name)))

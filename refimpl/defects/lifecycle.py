@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from kvconform.refimpl.connector import Finish, ReferenceConnector
+from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.plan import Save
 
 if TYPE_CHECKING:
@@ -95,6 +95,16 @@ class LiveParams(ReferenceConnector):
     def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         holds, _ = super().request_finished(request, block_ids)
         return holds, request.kv_transfer_params
+
+
+class KnowsAllParams(ReferenceConnector):
+    """Raises for a transfer parameter that it does not know (B062)."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
+        unknown = (request.kv_transfer_params or {}).keys() - {"skip_save"}
+        if unknown:
+            raise TypeError(f"unexpected parameters: {sorted(unknown)}")
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
 class FinishAfterNew(ReferenceConnector):

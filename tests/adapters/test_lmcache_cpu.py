@@ -26,7 +26,7 @@ os.environ.update(
 import torch
 
 from kvconform.adapters import registry as adapters
-from kvconform.config.settings import load
+from kvconform.config.settings import Settings, load
 from kvconform.contract.case import Case
 from kvconform.contract.loader import load_spec
 from kvconform.judge.records import CaseReport, Row, Verdict
@@ -45,6 +45,11 @@ def judged(entry: str, variant: str | Case, tmp: Path, **extra: Any) -> CaseRepo
     """Return the report on a variant of a case, or on the first variant of a case of ours."""
     settings = load({"connector": f"catalogue:{entry}"}, start=Path("/"))
     settings.extra_config |= {f"lmcache.{name}": value for name, value in extra.items()}
+    return judged_by(settings, variant, tmp)
+
+
+def judged_by(settings: Settings, variant: str | Case, tmp: Path) -> CaseReport:
+    """Return the same with these settings."""
     target = smoke.target_of(settings)
     adapters.install(target.adapters)
     spec = load_spec()
@@ -154,6 +159,28 @@ def test_a_counter_that_counts_twice_is_noticed(
     monkeypatch.setattr(LMCStatsMonitor, counts, twice)
     [row] = rows_of("stats.true", judged(entry, CASE, tmp_path / "broken"))
     assert row.verdict == Verdict.FAIL and f"lmcache:{wrong}_total" in row.message
+
+
+@pytest.mark.parametrize("factor", [1, 0.5, 2])
+def test_written_bytes_are_compared_exactly(
+    factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over files: RemoteBackend.close never returns over Redis, and the process would not end."""
+    pytest.importorskip("aiofiles", reason="LMCache's remote store in a file system needs aiofiles")
+    from lmcache.observability import LMCStatsMonitor
+
+    name = "update_interval_remote_write_metrics"
+    count = getattr(LMCStatsMonitor, name)
+    monkeypatch.setattr(LMCStatsMonitor, name, lambda self, size: count(self, int(size * factor)))
+    settings = load({"connector": "catalogue:lmcache-v1-cachegen"}, start=Path("/"))
+    settings.extra_config["lmcache.remote_serde"] = "naive"
+    written = "lmcache:num_remote_write_bytes_total"
+    settings.capabilities["metrics"] = {"bytes_saved": [written]}
+    [row] = rows_of("stats.true", judged_by(settings, CASE, tmp_path))
+    if factor == 1:
+        assert row.verdict == Verdict.PASS and row.exercised == 1
+    else:
+        assert row.verdict == Verdict.FAIL and written in row.message
 
 
 def rows_of(requirement: str, report: CaseReport) -> list[Row]:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -83,6 +85,74 @@ def test_what_happened_is_of_the_run(metrics: Any) -> None:
             assert metrics.known()["tokens_saved"] == 0
         assert metrics.known()["tokens_saved"] == 16
     assert metrics.known()["tokens_saved"] == 0
+
+
+class Remote:
+    """Writes chunks to a store, as InstrumentedRemoteConnector does."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    async def put(self, key: str, chunk: Any) -> None:
+        await self.store.put(key, chunk)
+
+    async def batched_put(self, keys: list[str], chunks: list[Any]) -> None:
+        with suppress(ConnectionError):
+            await self.store.batched_put(keys, chunks)
+
+
+class Store:
+    """Takes chunks unless it is down."""
+
+    down = False
+
+    async def put(self, keys: Any, chunks: Any) -> None:
+        if self.down:
+            raise ConnectionError
+
+    batched_put = put
+
+
+@pytest.fixture
+def remote(metrics: Any, monkeypatch: pytest.MonkeyPatch) -> type[Remote]:
+    """Return the adapted class of remote stores."""
+    monkeypatch.setattr(Remote, "__init__", metrics.stored(Remote.__init__))
+    for name in ("put", "batched_put"):
+        monkeypatch.setattr(Remote, name, metrics.awaited(getattr(Remote, name)))
+    return Remote
+
+
+CHUNK = SimpleNamespace(byte_array=memoryview(bytes(64)).cast("i"))
+
+
+def test_saved_bytes_are_those_that_a_store_took(metrics: Any, remote: type[Remote]) -> None:
+    with metrics.of_run():
+        connection = remote(Store())
+        asyncio.run(connection.put("a", CHUNK))
+        assert metrics.known()["bytes_saved"] == 64
+        asyncio.run(connection.batched_put(["b", "c"], [CHUNK, CHUNK]))
+        assert metrics.known()["bytes_saved"] == 192
+        Store.down = True
+        asyncio.run(connection.batched_put(["d"], [CHUNK]))
+        with pytest.raises(ConnectionError):
+            asyncio.run(connection.put("e", CHUNK))
+        Store.down = False
+        assert metrics.known()["bytes_saved"] == 192
+        with metrics.of_run():
+            asyncio.run(connection.put("f", CHUNK))  # by a store of an earlier run
+            assert metrics.known()["bytes_saved"] == 0
+        assert metrics.known()["bytes_saved"] == 256
+
+
+def test_saved_bytes_are_unknown_while_a_write_lasts(
+    metrics: Any, remote: type[Remote], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "PATIENCE", 0.01)
+    with metrics.of_run():
+        writing = remote(Store()).put("a", CHUNK)
+        assert "bytes_saved" not in metrics.known()
+        asyncio.run(writing)
+        assert metrics.known()["bytes_saved"] == 64
 
 
 def test_evictions_are_entries_that_are_gone(metrics: Any) -> None:

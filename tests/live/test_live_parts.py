@@ -367,3 +367,13 @@ def test_every_workload_is_used_and_every_name_is_known() -> None:
     used = {getattr(scenario, "workload", None) for scenario in SPEC.cases.values()}
     assert set(SPEC.workloads) <= used
     assert isinstance(CONVERSATION, Workload)
+
+
+@pytest.mark.parametrize(
+    "requirement", ["live.tokens", "live.likelihood", "live.loaded-kv", "live.same-bytes"]
+)
+def test_reuse_of_what_is_no_prefix_is_not_compared(requirement: str) -> None:
+    declared = load_spec().requirements[requirement].capability_expr
+    caps = {"lossy": False, "synthesises_kv": False, "non_prefix_reuse": False}
+    assert declared.bind(caps)({})
+    assert not declared.bind({**caps, "non_prefix_reuse": True})({})
