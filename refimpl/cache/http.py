@@ -2,12 +2,14 @@
 """Values on a small HTTP server, for tests and demonstrations; it needs no package.
 
 The server is started with `python -m kvconform.refimpl.cache.http PORT`. It listens on the loopback
-device only. `POST /clear` makes it forget everything.
+device only. `POST /clear` makes it forget everything. Started like this, it asks for no secret: any
+user of the machine may read and change the values.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import http.client
 import json
 import sys
@@ -19,11 +21,20 @@ from kvconform.refimpl.cache.backend import StoreError
 from kvconform.refimpl.cache.memory import MemoryBackend
 
 
+SECRET = "X-Store-Secret"
+"""Header of a request to a server that asks for a secret."""
+
+
 class HttpBackend:
-    """A client of the server at `http://HOST:PORT`; `patience`: seconds until a call fails."""
+    """A client of the server at `http://[:SECRET@]HOST:PORT`.
+
+    `patience`: seconds until a call fails.
+    """
 
     def __init__(self, url: str, patience: float) -> None:
-        self._place = urlsplit(url).netloc
+        parts = urlsplit(url)
+        self._place = parts.netloc.rpartition("@")[2]
+        self._headers = {} if parts.password is None else {SECRET: parts.password}
         self._patience = patience
 
     def exists(self, key: str) -> bool:
@@ -48,7 +59,7 @@ class HttpBackend:
         """Return the body of the response; None if the key has no value."""
         link = http.client.HTTPConnection(self._place, timeout=self._patience)
         try:
-            link.request(method, f"/values/{quote(key, safe='')}", value)
+            link.request(method, f"/values/{quote(key, safe='')}", value, self._headers)
             response = link.getresponse()
             body = response.read()
         except (OSError, http.client.HTTPException) as error:
@@ -63,10 +74,28 @@ class HttpBackend:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Handler of the server: GET, HEAD, PUT and DELETE of values, POST for a list or `/clear`."""
+    """Handler of the server: GET, HEAD, PUT and DELETE of values, POST for a list or `/clear`.
+
+    With a `secret`, a request without it gets status 403, and does nothing.
+    """
 
     protocol_version = "HTTP/1.1"
     values = MemoryBackend("of the server")
+    secret: str | None = None
+
+    def parse_request(self) -> bool:
+        """Return whether there is a request to handle. A refused one has its response already."""
+        if not super().parse_request():
+            return False
+        if self._is_admitted():
+            return True
+        self.close_connection = True  # the body is not read
+        self._respond(403)
+        return False
+
+    def _is_admitted(self) -> bool:
+        given = self.headers.get(SECRET, "")
+        return self.secret is None or hmac.compare_digest(given.encode(), self.secret.encode())
 
     def do_GET(self) -> None:
         value = self.values.get(self._key())

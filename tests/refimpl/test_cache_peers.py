@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import http.client
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from kvconform.refimpl.cache.backend import StoreError
-from kvconform.refimpl.cache.http import HttpBackend
+from kvconform.refimpl.cache.http import SECRET, HttpBackend
 from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.cache.patience import Patient
 from kvconform.refimpl.cache.peers import ADDRESSES, Neighbours, Served
@@ -88,8 +90,47 @@ def test_an_engine_that_crashed_costs_one_call(
     assert two.all.exists("a") and two.all.get("a") == b"x" and [*two.all.list()] == ["a"]
     [crashed] = [client for url, client in two.all._clients.items() if url == address.decode()]
     assert isinstance(crashed, Patient) and crashed.is_silent
-    assert calls[address.decode().removeprefix("http://")] == 1 and len(calls) == 2
+    assert calls[address.decode().rpartition("@")[2]] == 1 and len(calls) == 2
     one.served._meeting.delete("peers/one")
+
+
+@pytest.mark.parametrize("header", [{}, {SECRET: ""}, {SECRET: "guessed"}, {SECRET: "\xe4"}])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/values/a"),
+        ("HEAD", "/values/a"),
+        ("PUT", "/values/a"),
+        ("PUT", "/values/b"),
+        ("DELETE", "/values/a"),
+        ("POST", "/values/"),
+        ("POST", "/clear"),
+    ],
+)
+def test_a_request_without_the_secret_does_nothing(
+    engines: list[Engine], method: str, path: str, header: dict[str, str]
+) -> None:
+    one = engines[0]
+    one.all.set("a", b"private")
+    link = http.client.HTTPConnection("127.0.0.1", one.served._server.server_port, timeout=20)
+    link.request(method, path, b"", header)
+    response = link.getresponse()
+    assert response.status == 403 and response.read() == b""
+    link.close()
+    assert {key: one.own.get(key) for key in one.own.list()} == {"a": b"private"}
+
+
+def test_each_engine_has_a_secret_of_its_own_that_names_no_server(engines: list[Engine]) -> None:
+    one, two, three = engines
+    addresses = [(two.served._meeting.get(ADDRESSES + name) or b"").decode() for name in NAMES]
+    secrets = {str(urlsplit(address).password) for address in addresses}
+    assert len(secrets) == 3 and all(len(secret) == 32 for secret in secrets)
+    one.served.close()
+    three.all.set("a", b"x")
+    one.served._meeting.set(ADDRESSES + "one", addresses[0].encode())
+    assert two.all.exists("a")
+    one.served._meeting.delete(ADDRESSES + "one")
+    assert not any(secret in server for server in Patient.silent for secret in secrets)
 
 
 def test_a_process_that_closes_nothing_ends(engines: list[Engine]) -> None:
