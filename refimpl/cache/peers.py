@@ -20,10 +20,13 @@ from kvconform.refimpl.cache.backend import Backend, StoreError
 from kvconform.refimpl.cache.http import Handler, HttpBackend
 from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.cache.patience import Patient
+from kvconform.refimpl.cache.seal import seal, unseal
 from kvconform.refimpl.cache.urls import server_of
 
 ADDRESSES = "peers/"
 """Start of the keys of addresses: `peers/ENGINE`."""
+IDLE = 5.0
+"""Seconds that a request may be silent. Closing waits for requests that are under way."""
 
 
 class Served:
@@ -34,7 +37,7 @@ class Served:
 
     def __init__(self, values: MemoryBackend, engine: str, meeting: Backend) -> None:
         secret = secrets.token_hex(16)
-        handler = type("Handler", (Handler,), {"values": values, "secret": secret})
+        handler = type("Handler", (Handler,), {"values": values, "secret": secret, "timeout": IDLE})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = False  # so that closing waits for requests under way
         # A daemon: the process ends also if nothing closes this.
@@ -47,7 +50,7 @@ class Served:
         self._is_open = True
         try:
             address = f"http://:{secret}@127.0.0.1:{self._server.server_port}"
-            meeting.set(self._key, address.encode())
+            meeting.set(self._key, seal(self._key, address.encode()))
         except StoreError:
             self.close()
             raise
@@ -80,10 +83,11 @@ class Neighbours:
         """Yield a client of each other engine that is announced."""
         with suppress(StoreError):
             for key in sorted(self._meeting.list(ADDRESSES)):
-                url = (self._meeting.get(key) or b"").decode(errors="replace")
-                # An address may be damaged, as all that is stored.
-                if key != self._key and url.startswith("http://"):
-                    yield self._client(url)
+                address = unseal(key, self._meeting.get(key) or b"")
+                if key != self._key and address is not None:
+                    with suppress(ValueError):  # it is no address
+                        client = self._client(address.decode())
+                        yield client
 
     def _client(self, url: str) -> Backend:
         if url not in self._clients:

@@ -127,7 +127,7 @@ def test_a_stored_value_takes_the_place_of_copies_further_down(old: bytes) -> No
     cache.set("other", b"x")
     cache.set("third", b"x")
     assert cache.get("k") == b"new"
-    assert b"new" == cache.levels[2].backend.get("k")
+    assert cache.levels[2].backend.get("k") == b"new"
 
 
 def test_a_level_that_refuses_a_new_value_loses_the_old_one() -> None:
