@@ -21,6 +21,7 @@ import pytest
 
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
+from kvconform.errors import UsageError
 from kvconform.process.servers import Servers
 from kvconform.refimpl.cache import s3, urls
 from kvconform.refimpl.cache.backend import MissingPackage, StoreError
@@ -536,6 +537,21 @@ def test_unknown_schemes_and_missing_packages_are_refused(monkeypatch: pytest.Mo
             MissingPackage, match=f"needs the package {package}.*kvconform\\[stores\\]"
         ):
             open_backend(url)
+
+
+@pytest.mark.parametrize(
+    ("missing", "options"),
+    [("redis", {"store": "redis://127.0.0.1:1/0"}), ("boto3", {"store": "s3://bucket"})],
+)
+def test_a_run_without_the_package_is_refused(
+    missing: str, options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no fault of the harness."""
+    s3._session.cache_clear()
+    monkeypatch.setitem(sys.modules, missing, None)
+    target = Target("kvconform.refimpl.connector:ReferenceConnector", options)
+    with pytest.raises(UsageError, match=f"package {missing}, which .* \\(pip install 'kvconform"):
+        smoke.check(target, tmp_path, BUSY)
 
 
 def test_passwords_name_no_server() -> None:
