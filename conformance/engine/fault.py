@@ -12,6 +12,7 @@ from typing import Any
 from kvconform.engine.stand_ins import RemoteError
 from kvconform.process.watchdog import HookTimeout
 from kvconform.refimpl import faulty
+from kvconform.refimpl.cache.backend import MissingPackage
 from kvconform.refimpl.errors import EngineAssertion, IntegrityError
 
 
@@ -44,9 +45,11 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "msgspec", "pydantic",
 def blame(error: BaseException) -> str:
     """Return the side that an error is attributed to, `engine` or `harness`.
 
-    `engine`: vLLM's or the reference engine's own code refused to go on. `harness`: our code broke.
+    `engine`: vLLM's or the reference engine's own code refused to go on, or a connector lacks a
+    package. `harness`: our code broke.
     """
-    if isinstance(error, (EngineFault, HookTimeout, RemoteError)) or faulty.in_force():
+    reported = (EngineFault, HookTimeout, RemoteError, MissingPackage)
+    if isinstance(error, reported) or faulty.in_force():
         return "engine"
     culprit = ""
     frame = error.__traceback__

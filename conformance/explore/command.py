@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvconform.compat.installed import check_vllm
-from kvconform.config.catalogue import lacking
+from kvconform.config.catalogue import check_servers, lacking
 from kvconform.config.exists import check_connector_exists, check_connector_name, check_router
 from kvconform.config.folders import check_writable
 from kvconform.config.mentioned import unmentioned
@@ -115,6 +115,7 @@ def run(
     console = make_console()
     vllm, warnings = check_vllm()
     warnings += lacking(settings.catalogue)
+    check_servers(settings.servers)
     check_connector_name(settings.connector, settings.pythonpath)
     check_connector_exists(
         settings.connector, settings.pythonpath, stand_ins=bool(settings.adapters)

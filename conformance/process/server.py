@@ -67,6 +67,9 @@ class ServerSpec(BaseModel):
     command: str | list[str] = Field(
         description="runs until it is stopped: a shell command, or a program with its arguments"
     )
+    requires: list[str] = Field(
+        default=[], description="packages that its commands need, as pip requirements"
+    )
     ready: Call = Field(description="what shows that it can be used")
     clear: Call | None = Field(
         default=None,

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvconform.compat.installed import check_vllm
-from kvconform.config.catalogue import lacking
+from kvconform.config.catalogue import check_servers, lacking
 from kvconform.config.exists import check_connector_exists, check_connector_name, check_router
 from kvconform.config.folders import why_not
 from kvconform.config.mentioned import unmentioned
@@ -86,6 +86,7 @@ class Controller:
         self.listener = listener
         self.vllm, self.warnings = check_vllm()
         self.warnings += lacking(settings.catalogue)
+        check_servers(settings.servers)
         self.warnings += unpacked.notes()
         check_connector_name(settings.connector, settings.pythonpath)
         if RUNNER not in os.environ:

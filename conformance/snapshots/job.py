@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvconform.compat.installed import check_vllm
-from kvconform.config.catalogue import lacking
+from kvconform.config.catalogue import check_servers, lacking
 from kvconform.config.settings import Settings
 from kvconform.config.target import Target
 from kvconform.contract.case import Case
@@ -50,6 +50,7 @@ class Job:
         self.settings, self.updating = settings, updating
         self.vllm, self.warnings = check_vllm()
         self.warnings += lacking(settings.catalogue)
+        check_servers(settings.servers)
         self.spec: Spec = load_spec()
         self.store = Store(directory, self.vllm)
         self.before = self.store.compared_with

@@ -7,6 +7,7 @@ It is an example for connector authors, and does not need vLLM. From the bottom 
   back ends. `urls` opens one by its URL.
 - `seal`: the header of a stored value, which shows damage and mistaken keys.
 - `codecs`: how the KV of a layer is stored: as it is, quantised, or quantised and entropy-coded.
+- `patience`, `deadline`: how much time a server may cost.
 - `eviction`: which entry goes when a level is full. `holds`: which entries must stay.
 - `tiers`: levels of back ends, which are a back end together.
 - `batches`: several values in one call. `prefetch`: values in memory before they are read.

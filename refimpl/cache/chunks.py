@@ -9,6 +9,7 @@ that fails is an empty store: nothing is found, and what is saved is lost.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,13 +24,24 @@ EPOCH = "epoch"
 """Key of the number of resets. Only a reset stores it, so usually there is none."""
 VALUES = "chunks/"
 """Start of the keys of chunks: `chunks/EPOCH/CHUNK/RANK`."""
+EPOCH_OF = re.compile(r"chunks/([0-9]{1,18})/")
+"""Start of a chunk's key. Others may be in a store that has other users."""
 UNKNOWN = -1
 """The epoch of a store whose number of resets is damaged: it has no chunks."""
 
 
 def chunk_of(key: str) -> str:
-    """Return the chunk that a back end's key belongs to."""
-    return key.split("/")[2]
+    """Return the chunk that a back end's key belongs to; "" for the key of anything else."""
+    parts = key.split("/")
+    return parts[2] if len(parts) > 2 else ""
+
+
+def _resets(stored: bytes | None) -> int:
+    """Return the number of resets in a stored value; UNKNOWN if it is damaged."""
+    try:
+        return int(unseal(EPOCH, stored or b"") or b"")
+    except ValueError:
+        return UNKNOWN
 
 
 class ChunkStore:
@@ -60,8 +72,7 @@ class ChunkStore:
         """
         with suppress(StoreError):
             if self._durable.exists(EPOCH):
-                number = unseal(EPOCH, self._durable.get(EPOCH) or b"")
-                self._epoch = UNKNOWN if number is None else int(number)
+                self._epoch = _resets(self._durable.get(EPOCH))
             else:
                 self._epoch = 0
         return self._epoch
@@ -70,7 +81,7 @@ class ChunkStore:
         """Forget every chunk, also those that are not committed yet; return whether that worked."""
         try:
             old = [*self.backend.list(VALUES)]
-            numbers = [int(key.split("/")[1]) for key in old]
+            numbers = [int(found[1]) for key in old if (found := EPOCH_OF.match(key))]
             number = max([self.epoch(), *numbers]) + 1
             self._durable.set(EPOCH, seal(EPOCH, str(number).encode()))
         except StoreError:

@@ -8,7 +8,9 @@ both ends of a column are steps. `-zstd` appends zstandard, whose Huffman coder 
 steps in fewer bits.
 
 An encoded layer describes itself: what does not fit its header, or the expected data type, is
-refused. Layers that are no floating-point numbers, or not finite, are stored as they are.
+refused. Layers that are no floating-point numbers, or not finite, are stored as they are. So are
+8-bit floating-point numbers by a codec of 4 bits: rounded to their data type once more, what it
+decodes would be beyond the tolerance.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ HEADER = struct.Struct("<4sBBII")
 MAGIC = b"kvq1"
 PLAIN, BYTES, NIBBLES, COMPRESSED = range(4)
 """Forms: the layer as it was; a byte per step; two steps in a byte; steps, compressed."""
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, *EIGHT_BITS)
 """Data types that can be quantised, by their number in a header."""
 SMALLEST_STEP = 1e-30
 ZSTD_LEVEL = 1
@@ -61,12 +64,15 @@ class Quantising(Codec):
     compressed: bool = False
 
     def encode(self, data: bytes, dtype: torch.dtype, tokens: int) -> bytes:
-        if dtype in DTYPES and data:
+        if self._quantises(dtype) and data:
             rows = torch.frombuffer(bytearray(data), dtype=dtype).view(tokens, -1)
             low, step = self._grid(rows.to(torch.float32))
             if step.isfinite().all():
                 return self._quantised(rows, low, step)
-        return HEADER.pack(MAGIC, PLAIN, 0, tokens, 0) + data
+        return _plain(data, dtype, tokens)
+
+    def _quantises(self, dtype: torch.dtype) -> bool:
+        return dtype in DTYPES and (self.bits == 8 or dtype not in EIGHT_BITS)
 
     def _grid(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the smallest value and the step of each column."""
@@ -105,6 +111,12 @@ class Quantising(Codec):
         )
         steps = _steps(form, body[8 * columns :], tokens * columns).view(tokens, columns)
         return _bytes(torch.addcmul(low, steps, step).to(dtype))
+
+
+def _plain(data: bytes, dtype: torch.dtype, tokens: int) -> bytes:
+    """Return a layer as it is, with a header."""
+    number = DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES)
+    return HEADER.pack(MAGIC, PLAIN, number, tokens, 0) + data
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -163,8 +175,7 @@ class Compressible(Codec):
     """Stores the bytes of a layer with a header, so that they can be compressed later."""
 
     def encode(self, data: bytes, dtype: torch.dtype, tokens: int) -> bytes:
-        number = DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES)
-        return HEADER.pack(MAGIC, PLAIN, number, tokens, 0) + data
+        return _plain(data, dtype, tokens)
 
     def decode(self, stored: bytes, dtype: torch.dtype) -> bytes:
         return Quantising(8, 0.0).decode(stored, dtype)
@@ -191,7 +202,8 @@ CODECS: dict[str, Codec] = {
 """Codecs by name.
 
 Half a step is 1/510 of a column's width with 8 bits and 1/30 with 4, and the width is at most twice
-the largest value. The tolerances leave room for the rounding of the data type.
+the largest value. The tolerances leave room for the rounding of the data type: of a number that was
+of this type before, it is at most the error that it had, and at most half of the type's spacing.
 """
 
 

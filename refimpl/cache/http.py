@@ -2,12 +2,14 @@
 """Values on a small HTTP server, for tests and demonstrations; it needs no package.
 
 The server is started with `python -m kvconform.refimpl.cache.http PORT`. It listens on the loopback
-device only. `POST /clear` makes it forget everything.
+device only. `POST /clear` makes it forget everything. Started like this, it asks for no secret: any
+user of the machine may read and change the values.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import http.client
 import json
 import sys
@@ -15,15 +17,30 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import quote, unquote, urlsplit
 
+from pydantic import TypeAdapter, ValidationError
+
 from kvconform.refimpl.cache.backend import StoreError
+from kvconform.refimpl.cache.deadline import Deadline, Timed
 from kvconform.refimpl.cache.memory import MemoryBackend
+
+SECRET = "X-Store-Secret"
+"""Header of a request to a server that asks for a secret."""
+KEYS = TypeAdapter(list[str])
+"""The body of a response to POST."""
 
 
 class HttpBackend:
-    """A client of the server at `http://HOST:PORT`; `patience`: seconds until a call fails."""
+    """A client of the server at `http://[:SECRET@]HOST:PORT`.
+
+    `patience`: seconds until a call fails. ValueError for a URL of another form.
+    """
 
     def __init__(self, url: str, patience: float) -> None:
-        self._place = urlsplit(url).netloc
+        parts = urlsplit(url)
+        if parts.hostname is None or parts.port is None:
+            raise ValueError("the URL of a store has a host and a port: http://HOST:PORT")
+        self._place = parts.netloc.rpartition("@")[2]
+        self._headers = {} if parts.password is None else {SECRET: unquote(parts.password)}
         self._patience = patience
 
     def exists(self, key: str) -> bool:
@@ -36,7 +53,11 @@ class HttpBackend:
         self._call("PUT", key, value)
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        return iter(json.loads(self._call("POST", prefix) or b"[]"))
+        body = self._call("POST", prefix) or b"[]"
+        try:
+            return iter(KEYS.validate_json(body))
+        except ValidationError:
+            raise StoreError("the server's list of keys is damaged") from None
 
     def delete(self, key: str) -> None:
         self._call("DELETE", key)
@@ -46,15 +67,19 @@ class HttpBackend:
 
     def _call(self, method: str, key: str, value: bytes | None = None) -> bytes | None:
         """Return the body of the response; None if the key has no value."""
-        link = http.client.HTTPConnection(self._place, timeout=self._patience)
+        deadline = Deadline()
+        deadline.begin(self._patience)
         try:
-            link.request(method, f"/values/{quote(key, safe='')}", value)
-            response = link.getresponse()
-            body = response.read()
-        except (OSError, http.client.HTTPException) as error:
+            with contextlib.closing(
+                http.client.HTTPConnection(self._place, timeout=self._patience)
+            ) as link:
+                link.connect()
+                link.sock = Timed(link.sock, deadline)
+                link.request(method, f"/values/{quote(key, safe='')}", value, self._headers)
+                response = link.getresponse()
+                body = response.read()
+        except (OSError, http.client.HTTPException, ValueError) as error:
             raise StoreError(f"the server did not respond: {error}") from error
-        finally:
-            link.close()
         if response.status == 404:
             return None
         if response.status != 200:
@@ -63,10 +88,28 @@ class HttpBackend:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Handler of the server: GET, HEAD, PUT and DELETE of values, POST for a list or `/clear`."""
+    """Handler of the server: GET, HEAD, PUT and DELETE of values, POST for a list or `/clear`.
+
+    With a `secret`, a request without it gets status 403, and does nothing.
+    """
 
     protocol_version = "HTTP/1.1"
     values = MemoryBackend("of the server")
+    secret: str | None = None
+
+    def parse_request(self) -> bool:
+        """Return whether there is a request to handle. A refused one has its response already."""
+        if not super().parse_request():
+            return False
+        if self._is_admitted():
+            return True
+        self.close_connection = True  # the body is not read
+        self._respond(403)
+        return False
+
+    def _is_admitted(self) -> bool:
+        given = self.headers.get(SECRET, "")
+        return self.secret is None or hmac.compare_digest(given.encode(), self.secret.encode())
 
     def do_GET(self) -> None:
         value = self.values.get(self._key())

@@ -2,12 +2,15 @@
 """Engines that keep their values themselves, and look for those of others by key (peer to peer).
 
 Every engine serves its values over HTTP on the loopback device, and announces its address in a
-directory that all engines know. An engine that does not respond has nothing. There is no
-authentication: any user of the machine may read and change the values.
+directory that all engines know. An engine that does not respond has nothing.
+
+With the address, an engine announces a random secret, which its server asks for: only processes
+that can read the directory can list, read or change the values.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,9 +20,13 @@ from kvconform.refimpl.cache.backend import Backend, StoreError
 from kvconform.refimpl.cache.http import Handler, HttpBackend
 from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.cache.patience import Patient
+from kvconform.refimpl.cache.seal import seal, unseal
+from kvconform.refimpl.cache.urls import server_of
 
 ADDRESSES = "peers/"
 """Start of the keys of addresses: `peers/ENGINE`."""
+IDLE = 5.0
+"""Seconds that a request may be silent. Closing waits for requests that are under way."""
 
 
 class Served:
@@ -29,7 +36,8 @@ class Served:
     """
 
     def __init__(self, values: MemoryBackend, engine: str, meeting: Backend) -> None:
-        handler = type("Handler", (Handler,), {"values": values})
+        secret = secrets.token_hex(16)
+        handler = type("Handler", (Handler,), {"values": values, "secret": secret, "timeout": IDLE})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = False  # so that closing waits for requests under way
         # A daemon: the process ends also if nothing closes this.
@@ -41,7 +49,8 @@ class Served:
         self._meeting = meeting
         self._is_open = True
         try:
-            meeting.set(self._key, f"http://127.0.0.1:{self._server.server_port}".encode())
+            address = f"http://:{secret}@127.0.0.1:{self._server.server_port}"
+            meeting.set(self._key, seal(self._key, address.encode()))
         except StoreError:
             self.close()
             raise
@@ -74,14 +83,16 @@ class Neighbours:
         """Yield a client of each other engine that is announced."""
         with suppress(StoreError):
             for key in sorted(self._meeting.list(ADDRESSES)):
-                url = (self._meeting.get(key) or b"").decode(errors="replace")
-                # An address may be damaged, as all that is stored.
-                if key != self._key and url.startswith("http://"):
-                    yield self._client(url)
+                address = unseal(key, self._meeting.get(key) or b"")
+                if key != self._key and address is not None:
+                    with suppress(ValueError):  # it is no address
+                        client = self._client(address.decode())
+                        yield client
 
     def _client(self, url: str) -> Backend:
         if url not in self._clients:
-            self._clients[url] = Patient(HttpBackend(url, self._patience), url, self._patience)
+            client = HttpBackend(url, self._patience)
+            self._clients[url] = Patient(client, server_of(url), self._patience)
         return self._clients[url]
 
     def exists(self, key: str) -> bool:

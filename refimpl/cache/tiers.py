@@ -6,6 +6,7 @@
 - A value that has to leave a full level is demoted: it moves to the next level, if no lower one has
   it. A value that leaves the lowest level is lost.
 - What must stay is never moved. If nothing else can go, a new value is stored further down.
+- A stored value takes the place of earlier ones at every level.
 - A level that fails is passed over.
 """
 
@@ -137,22 +138,43 @@ class Tiers:
                     self._shrink(number, level.bound)
 
     def set(self, key: str, value: bytes) -> None:
+        """Store a value. StoreError if no level takes it, or an earlier one cannot be replaced."""
         with self._lock:
-            if not self._place(key, value, 0):
+            taken = self._place(key, value, 0)
+            if taken is None:
                 raise StoreError("no level takes the value")
+            self._replace_others(key, value, taken)
 
-    def _place(self, key: str, value: bytes, first: int) -> bool:
-        """Store a value at the first level from `first` on that takes it; return whether one did.
+    def _replace_others(self, key: str, value: bytes, taken: int) -> None:
+        """Replace earlier values of a key at the levels that did not take the new one.
 
-        The levels above are done with the value.
+        A lower copy is overwritten, not removed: another engine may be about to read it. A copy
+        above is removed, because that level has no room for the new value, or fails.
+        """
+        for number, level in enumerate(self.levels):
+            if number == taken or not level.exists(key):
+                continue
+            if number < taken:
+                level.delete(key)
+                continue
+            try:
+                level.set(key, value)
+            except StoreError:
+                level.delete(key)
+        self._trim()
+
+    def _place(self, key: str, value: bytes, first: int) -> int | None:
+        """Store a value at the first level from `first` on that takes it; return its number.
+
+        None if no level did. The levels above are done with the value.
         """
         for number in range(first, len(self.levels)):
             with suppress(StoreError):
                 if self._make_room(number, key):
                     self.levels[number].set(key, value)
-                    return True
+                    return number
         self.lost += 1
-        return False
+        return None
 
     def _make_room(self, number: int, key: str) -> bool:
         """Evict until the level can take a value of this key; return whether it can."""

@@ -6,29 +6,37 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
+import socketserver
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
+from kvconform.errors import UsageError
 from kvconform.process.servers import Servers
 from kvconform.refimpl.cache import s3, urls
 from kvconform.refimpl.cache.backend import MissingPackage, StoreError
-from kvconform.refimpl.cache.chunks import EPOCH, ChunkStore, open_store
+from kvconform.refimpl.cache.chunks import EPOCH, VALUES, ChunkStore, chunk_of, open_store
 from kvconform.refimpl.cache.file import FileBackend
+from kvconform.refimpl.cache.holds import Holds
 from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.cache.patience import Patient
 from kvconform.refimpl.cache.seal import packed, seal, unpacked, unseal
+from kvconform.refimpl.cache.tiers import Level, Tiers
 from kvconform.refimpl.cache.urls import open_backend
 from kvconform.run import smoke
 from kvconform.run.case import run_and_judge
-from stores import KINDS, SERVED, served, url_of
+from kvconform.run.runner import run_variant
+from stores import KINDS, SERVED, served, skip_without, url_of
 
 SPEC = load_spec()
 BUSY, SHORT = 20.0, 3.0
@@ -171,7 +179,16 @@ def test_nothing_is_unpickled() -> None:
 
 
 @pytest.mark.parametrize(
-    "damaged", [b"", b"garbage", seal("another key", b"7"), seal(EPOCH, b"")[:9]]
+    "damaged",
+    [
+        b"",
+        b"garbage",
+        seal("another key", b"7"),
+        seal(EPOCH, b"")[:9],
+        seal(EPOCH, b""),
+        seal(EPOCH, b"no number"),
+        seal(EPOCH, b"9" * 5000),
+    ],
 )
 def test_a_damaged_number_of_resets_hides_everything(damaged: bytes) -> None:
     """Which chunks are from before a reset is unknown: none is served, until the next reset."""
@@ -181,6 +198,28 @@ def test_a_damaged_number_of_resets_hides_everything(damaged: bytes) -> None:
     store.backend.set(EPOCH, damaged)
     assert not store.has("k") and [*store.keys()] == []
     assert store.reset() and store.epoch() == 1
+
+
+@pytest.mark.parametrize("is_tiered", [False, True])
+@pytest.mark.parametrize(
+    "foreign",
+    ["", "zero", "zero/k/0", "-/k/0", "\u0663x/k/0", "0", "0/", "0/k", f"{'9' * 5000}/k/0"],
+    ids=lambda key: key[:9],
+)
+def test_a_key_of_another_user_is_no_chunk(foreign: str, is_tiered: bool) -> None:
+    """Such keys are not in the way of a reset, nor of eviction."""
+    values = MemoryBackend()
+    values.set(VALUES + foreign, b"theirs")
+    values.set(f"{VALUES}4/old/0", b"of an earlier epoch")
+    held = Holds()
+    tiers = Tiers([Level("host", values, 2)], lambda key: chunk_of(key) in held, VALUES)
+    store = ChunkStore(tiers if is_tiered else values)
+    assert not store.has("k") and [*store.keys()] == []
+    assert store.reset() and store.epoch() == 5
+    values.set(VALUES + foreign, b"theirs again")
+    store.put(5, "k", "layer", b"data")
+    store.commit(5, "k")
+    assert store.get("k", "layer") == b"data"
 
 
 # -- back ends that fail
@@ -309,6 +348,128 @@ def test_a_server_that_is_slow_or_gone_costs_one_time_out(
         assert store.get("k", "layer") == b"again"
 
 
+@contextmanager
+def responding(response: bytes, slow_from: int | None = None) -> Iterator[int]:
+    """Yield the port of a server that gives every request this response.
+
+    What is behind the first `slow_from` bytes comes byte by byte, 20 in a second.
+    """
+    ended = threading.Event()
+    first = len(response) if slow_from is None else slow_from
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                while self.request.recv(4096):
+                    self.request.sendall(response[:first])
+                    for place in range(first, len(response)):
+                        if ended.wait(0.05):
+                            return
+                        self.request.sendall(response[place : place + 1])
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True  # clients keep connections open
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            ended.set()
+            server.shutdown()
+            thread.join()
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
+DRIPS = {
+    "http-head": ("http://127.0.0.1:{port}", b"HTTP/1.1 200 OK\r\nX: " + bytes(1000), 0),
+    "http-body": ("http://127.0.0.1:{port}", HEAD % 1000 + bytes(1000), len(HEAD)),
+    "redis": ("redis://127.0.0.1:{port}/0", b"$1000\r\n" + bytes(1000), 0),
+}
+
+
+@pytest.mark.parametrize("kind", DRIPS)
+@pytest.mark.parametrize("call", ["get", "list"])
+def test_a_server_that_drips_costs_one_time_out(kind: str, call: str) -> None:
+    """The time-out is that of the whole call, not of each read."""
+    url, response, slow_from = DRIPS[kind]
+    skip_without(kind)
+    with responding(response, slow_from) as port:
+        backend = open_backend(url.format(port=port), 1.0)
+        began = time.monotonic()
+        with pytest.raises(StoreError):
+            getattr(backend, call)("k")
+        assert time.monotonic() - began < 10  # all bytes would take 50 s
+        backend.close()
+
+
+def test_a_call_has_the_time_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier call of a connection took is not missing later."""
+    with url_of("redis", tmp_path, monkeypatch) as url:
+        backend = open_backend(url, SHORT)
+        for _ in range(2):
+            backend.set("k", b"value")
+            time.sleep(0.6 * SHORT)
+            assert backend.get("k") == b"value"
+        backend.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[", b'["chunks/0/k/0", "chu', b"{}", b"7", b"[7]", b"\xff", b"[" * 100_000],
+)
+def test_a_damaged_list_of_keys_is_a_failing_store(body: bytes) -> None:
+    with responding(HEAD % len(body) + body) as port:
+        store = open_store(f"http://127.0.0.1:{port}", patience=BUSY)
+        if body:
+            with pytest.raises(StoreError, match="list of keys is damaged"):
+                store.backend.list("")
+            Patient.silent.clear()
+            assert not store.reset()
+        Patient.silent.clear()
+        assert [*store.keys()] == []
+
+
+DAMAGED = {
+    "http": [
+        b"HTTP/1.1 2",
+        b"garbage",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+    "redis": [
+        b"garbage",
+        b"$x\r\n",
+        b"*-3\r\n",
+        b":x\r\n",
+        b"+OK\r\n",
+        b":7\r\n",
+        b"*1\r\n$1\r\nx\r\n",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "response"), [(kind, response) for kind in DAMAGED for response in DAMAGED[kind]]
+)
+@pytest.mark.parametrize("query", ["", "?protocol=2"])
+def test_a_damaged_response_is_a_failing_store(kind: str, response: bytes, query: str) -> None:
+    """With the older protocol, the client of Redis does not ask for the server's version first."""
+    skip_without(kind)
+    with responding(response) as port:
+        store = open_store(f"{kind}://127.0.0.1:{port}/0{query}", patience=0.2)
+        for call in (store.backend.get, store.backend.exists, store.backend.list):
+            Patient.silent.clear()
+            with suppress(StoreError):
+                call("k")
+        Patient.silent.clear()
+        assert store.get("k", "layer") is None
+        store.discard()
+        assert [*store.read_many(["k", "l"])] == [{}, {}] and [*store.keys()] == []
+        store.put(0, "k", "layer", b"data")
+        store.commit(0, "k")
+        store.reset()
+
+
 def test_redis_that_is_full_loses_what_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +539,21 @@ def test_unknown_schemes_and_missing_packages_are_refused(monkeypatch: pytest.Mo
             open_backend(url)
 
 
+@pytest.mark.parametrize(
+    ("missing", "options"),
+    [("redis", {"store": "redis://127.0.0.1:1/0"}), ("boto3", {"store": "s3://bucket"})],
+)
+def test_a_run_without_the_package_is_refused(
+    missing: str, options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no fault of the harness."""
+    s3._session.cache_clear()
+    monkeypatch.setitem(sys.modules, missing, None)
+    target = Target("kvconform.refimpl.connector:ReferenceConnector", options)
+    with pytest.raises(UsageError, match=f"package {missing}, which .* \\(pip install 'kvconform"):
+        smoke.check(target, tmp_path, BUSY)
+
+
 def test_passwords_name_no_server() -> None:
     assert urls.server_of("redis://:secret@host:1/0") == "redis://host:1"
 
@@ -430,3 +606,33 @@ def test_a_server_that_dies_between_lookup_and_load_costs_no_wrong_token(
         assert report.harness_error is None
         bad = [row for row in report.rows if row.verdict in ("FAIL", "ERROR")]
         assert [row.message for row in bad if row.kind == "requirement"] == []
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("cut_off", ["", "one", "two"])
+def test_a_store_that_one_of_two_engines_cannot_reach_costs_no_wrong_token(
+    cut_off: str, is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cut_off`: that engine. `is_there`: something listens there, and does not respond."""
+    with url_of("http", tmp_path, monkeypatch) as url, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if is_there:
+            silent.listen()
+        options = {
+            "store": url,
+            "elsewhere": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "cut_off": cut_off,
+            "patience": SHORT,
+        }
+        declared = {"store": True, "saves": "all", "best_effort": True}
+        target = Target("cut_off:CutOff", options, capabilities=declared)
+        variant = SPEC.cases["transfer.one-store"].variants(["reference"])[0]
+        report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "judged")
+        assert report.harness_error is None
+        bad = [row for row in report.rows if row.verdict in ("FAIL", "ERROR", "BLOCKED")]
+        assert [row.message for row in bad if row.kind == "requirement"] == []
+        assert open_store(url, patience=BUSY).reset()
+        run = run_variant(variant, target, seed=0, tmp=tmp_path / "run")
+        loading = {event["on"] for event in run.trace if event["kind"] == "load.due"}
+        assert cut_off not in loading and (cut_off or loading == {"one", "two"})
+        assert [*open_store(url, patience=BUSY).keys()]

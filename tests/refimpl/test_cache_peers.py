@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import http.client
+import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from kvconform.refimpl.cache import peers
 from kvconform.refimpl.cache.backend import StoreError
-from kvconform.refimpl.cache.http import HttpBackend
+from kvconform.refimpl.cache.http import SECRET, HttpBackend
 from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.cache.patience import Patient
 from kvconform.refimpl.cache.peers import ADDRESSES, Neighbours, Served
+from kvconform.refimpl.cache.seal import seal, unseal
 
 NAMES = ("one", "two", "three")
 
@@ -26,6 +32,13 @@ class Engine:
         self.own = MemoryBackend()
         self.served = Served(self.own, name, meeting)
         self.all = Neighbours(self.own, name, meeting, patience=1.0)
+
+
+def address_of(announced: bytes | None, name: str) -> str:
+    """Return the address in what an engine has announced."""
+    address = unseal(ADDRESSES + name, announced or b"")
+    assert address is not None
+    return address.decode()
 
 
 @pytest.fixture
@@ -85,11 +98,52 @@ def test_an_engine_that_crashed_costs_one_call(
     one.served.close()
     assert address is not None
     one.served._meeting.set("peers/one", address)  # it did not withdraw
+    url = address_of(address, "one")
     assert two.all.exists("a") and two.all.get("a") == b"x" and [*two.all.list()] == ["a"]
-    [crashed] = [client for url, client in two.all._clients.items() if url == address.decode()]
+    [crashed] = [client for known, client in two.all._clients.items() if known == url]
     assert isinstance(crashed, Patient) and crashed.is_silent
-    assert calls[address.decode().removeprefix("http://")] == 1 and len(calls) == 2
+    assert calls[url.rpartition("@")[2]] == 1 and len(calls) == 2
     one.served._meeting.delete("peers/one")
+
+
+@pytest.mark.parametrize("header", [{}, {SECRET: ""}, {SECRET: "guessed"}, {SECRET: "\xe4"}])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/values/a"),
+        ("HEAD", "/values/a"),
+        ("PUT", "/values/a"),
+        ("PUT", "/values/b"),
+        ("DELETE", "/values/a"),
+        ("POST", "/values/"),
+        ("POST", "/clear"),
+    ],
+)
+def test_a_request_without_the_secret_does_nothing(
+    engines: list[Engine], method: str, path: str, header: dict[str, str]
+) -> None:
+    one = engines[0]
+    one.all.set("a", b"private")
+    link = http.client.HTTPConnection("127.0.0.1", one.served._server.server_port, timeout=20)
+    link.request(method, path, b"", header)
+    response = link.getresponse()
+    assert response.status == 403 and response.read() == b""
+    link.close()
+    assert {key: one.own.get(key) for key in one.own.list()} == {"a": b"private"}
+
+
+def test_each_engine_has_a_secret_of_its_own_that_names_no_server(engines: list[Engine]) -> None:
+    one, two, three = engines
+    announced = [two.served._meeting.get(ADDRESSES + name) for name in NAMES]
+    addresses = map(address_of, announced, NAMES)
+    secrets = {str(urlsplit(address).password) for address in addresses}
+    assert len(secrets) == 3 and all(len(secret) == 32 for secret in secrets)
+    one.served.close()
+    three.all.set("a", b"x")
+    one.served._meeting.set(ADDRESSES + "one", announced[0] or b"")
+    assert two.all.exists("a")
+    one.served._meeting.delete(ADDRESSES + "one")
+    assert not any(secret in server for server in Patient.silent for secret in secrets)
 
 
 def test_a_process_that_closes_nothing_ends(engines: list[Engine]) -> None:
@@ -107,11 +161,56 @@ def test_an_engine_that_cannot_announce_itself_serves_nothing() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_a_damaged_address_is_no_peer() -> None:
+@pytest.mark.parametrize("is_sealed", [False, True])
+@pytest.mark.parametrize(
+    "address",
+    [
+        b"",
+        b"\x97 is no address",
+        b"http://",
+        b"http://[::1",
+        b"http://127.0.0.1",
+        b"http://127.0.0.1:80x",
+        b"http://127.0.0.1:99999",
+        b"http://a b:80",
+        b"http://\x00:80",
+        "http://\u2100:80".encode(),
+        b"http://" + b"\xc3\xa4" * 70 + b":80",
+    ],
+)
+def test_a_damaged_address_is_no_peer(address: bytes, is_sealed: bool) -> None:
+    """The values of other engines are still found."""
     meeting = MemoryBackend()
-    one = Engine("one", meeting)
+    one, two = Engine("one", meeting), Engine("two", meeting)
     try:
-        meeting.set(f"{ADDRESSES}two", b"\x97 is no address")
-        assert not one.all.exists("a")
+        for name in ("a", "three"):
+            key = ADDRESSES + name
+            meeting.set(key, seal(key, address) if is_sealed else address)
+        two.all.set("a", b"x")
+        assert one.all.exists("a") and one.all.get("a") == b"x" and [*one.all.list()] == ["a"]
+        assert not one.all.exists("b") and one.all.get("b") is None
+        one.all.delete("a")
+        assert not two.all.exists("a")
     finally:
         one.served.close()
+        two.served.close()
+
+
+def test_a_changed_address_is_not_called(engines: list[Engine]) -> None:
+    one, two, _ = engines
+    one.all.set("a", b"x")
+    announced = bytearray(one.served._meeting.get("peers/one") or b"")
+    announced[-1] ^= 1  # another port
+    one.served._meeting.set("peers/one", bytes(announced))
+    assert not two.all.exists("a") and len(two.all._clients) == 1
+
+
+def test_closing_waits_for_no_silent_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "IDLE", 0.2)
+    served = Served(MemoryBackend(), "one", MemoryBackend())
+    with socket.create_connection(("127.0.0.1", served._server.server_port)):
+        time.sleep(0.1)  # the server has accepted it
+        closing = threading.Thread(target=served.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()

@@ -118,6 +118,55 @@ def test_what_another_engine_has_stored_is_found_and_bounded() -> None:
     assert [len(keys) for keys in contents(cache)] == [1, 2]
 
 
+@pytest.mark.parametrize("old", [b"older", b"damaged"])
+def test_a_stored_value_takes_the_place_of_copies_further_down(old: bytes) -> None:
+    cache = tiers(1, 1, None)
+    cache.levels[1].backend.set("k", old)
+    cache.levels[2].backend.set("k", old)
+    cache.set("k", b"new")
+    cache.set("other", b"x")
+    cache.set("third", b"x")
+    assert cache.get("k") == b"new"
+    assert cache.levels[2].backend.get("k") == b"new"
+
+
+def test_a_level_that_refuses_a_new_value_loses_the_old_one() -> None:
+    upper = Refusing()
+    upper.set("k", b"old")
+    cache = Tiers([Level("host", upper), Level("disk", MemoryBackend())], lambda key: False)
+    upper.refuses = ("set",)
+    cache.set("k", b"new")
+    assert cache.get("k") == b"new" and not upper.exists("k")
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_value_that_cannot_be_replaced_is_a_failure(place: int) -> None:
+    levels = [Level("host", MemoryBackend()), Level("disk", MemoryBackend())]
+    levels[place].backend = fixed = Refusing()
+    fixed.set("k", b"old")
+    fixed.refuses = ("set", "delete")
+    with pytest.raises(StoreError, match="read-only"):
+        Tiers(levels, lambda key: False).set("k", b"new")
+
+
+class Refusing(MemoryBackend):
+    """A read-only back end, as far as `refuses` says."""
+
+    refuses: tuple[str, ...] = ()
+
+    def set(self, key: str, value: bytes) -> None:
+        self._check("set")
+        super().set(key, value)
+
+    def delete(self, key: str) -> None:
+        self._check("delete")
+        super().delete(key)
+
+    def _check(self, name: str) -> None:
+        if name in self.refuses:
+            raise StoreError("read-only")
+
+
 class Broken(MemoryBackend):
     def set(self, key: str, value: bytes) -> None:
         raise StoreError("full")
@@ -209,8 +258,6 @@ class Machine(RuleBasedStateMachine):
     def store(self, key: str) -> None:
         self.serial += 1
         value = b"%d" % self.serial
-        if self.cache.exists(key):
-            value = self.model[key]  # a chunk's content never changes
         try:
             self.cache.set(key, value)
             self.model[key] = value
