@@ -32,6 +32,15 @@ class TogglesEpoch(ReferenceConnector):
         return result
 
 
+class KnowsOneReset(ReferenceConnector):
+    """Knows whether the store was reset, and not how often."""
+
+    def reset_cache(self) -> bool | None:
+        result = super().reset_cache()
+        self._store.backend.set(EPOCH, seal(EPOCH, b"1"))
+        return result
+
+
 class LosesHalfOnReset(ReferenceConnector):
     """Collects a chunk's tokens step by step in a buffer that a reset clears.
 
