@@ -35,7 +35,7 @@ class Choice:
     - `sample`: how many of all, at random; None: all. A larger sample contains a smaller one.
     - `shard`: the part of the sample. `seconds`: start no further one after this time.
     - `only`: texts of which a site must contain one.
-    - `again`: judge those again that are recorded as survivors.
+    - `again`: judge those again that are recorded as survivors, and no others.
     """
 
     sample: int | None = None
@@ -71,11 +71,12 @@ def all_of(server: Server) -> list[Mutation]:
 def left(mutations: Iterable[Mutation], done: Iterable[Result], *, again: bool) -> list[Mutation]:
     """Return the mutants that have no result for the same source.
 
-    `again`: also those that survived.
+    `again`: those that survived, and no others.
     """
-    known = {
-        (each.site, each.digest) for each in done if not (again and each.outcome == "survived")
-    }
+    if again:
+        survivors = {each.site for each in done if each.outcome == "survived"}
+        return [each for each in mutations if each.site in survivors]
+    known = {(each.site, each.digest) for each in done}
     return [each for each in mutations if (each.site, digest(each.source)) not in known]
 
 
