@@ -69,7 +69,9 @@ def main(
     case: Annotated[
         list[str] | None, typer.Option("--case", "-k", help="only these cases, areas or globs")
     ] = None,
-    again: Annotated[bool, typer.Option(help="judge recorded survivors again, and nothing else")] = False,
+    again: Annotated[
+        bool, typer.Option(help="judge recorded survivors again, and nothing else")
+    ] = False,
     results: Annotated[Path, typer.Option(help="folder of the results")] = page.RESULTS,
     cache: Annotated[Path, typer.Option(help="folder for what the originals do")] = Path(
         "build/mutants"
