@@ -102,11 +102,10 @@ def lacking(entry: str | None) -> list[str]:
     missing = absent(requires)
     if not missing:
         return []
-    are = "is" if len(missing) == 1 else "are"
-    install = f"pip install {' '.join(requires)}"
     nox = f"nox -s conformance -- --connector {entry}"
     return [
-        f"{', '.join(missing)} {are} not installed here: {install}; {nox} does that automatically"
+        f"{', '.join(missing)} {_are(missing)} not installed here: {pip_install(requires)};"
+        f" {nox} does that automatically"
     ]
 
 
@@ -115,9 +114,16 @@ def check_servers(servers: Sequence[ServerSpec]) -> None:
     for server in servers:
         missing = absent(server.requires)
         if missing:
-            are = "is" if len(missing) == 1 else "are"
-            install = f"pip install {shlex.join(server.requires)}"
             raise UsageError(
-                f"server {server.name} needs {', '.join(missing)}, which {are} not installed:"
-                f" {install}"
+                f"server {server.name} needs {', '.join(missing)}, which {_are(missing)} not"
+                f" installed: {pip_install(server.requires)}"
             )
+
+
+def pip_install(requires: Sequence[str]) -> str:
+    """Return the command that installs pip requirements."""
+    return f"pip install {shlex.join(requires)}"
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"

@@ -60,9 +60,7 @@ def check_router(router: str | None, pythonpath: Sequence[str] = ()) -> None:
 def _check_package(symbol: str, pythonpath: Sequence[str]) -> None:
     """Raise UsageError if the top-level package of `package.module:Class` is missing."""
     package = symbol.partition(":")[0].partition(".")[0]
-    if importlib.util.find_spec(package) is not None:
-        return
-    if importlib.machinery.PathFinder.find_spec(package, list(pythonpath)) is not None:
+    if _is_found(package, pythonpath):
         return
     absent = [folder for folder in pythonpath if not Path(folder).is_dir()]
     if absent:
@@ -130,7 +128,7 @@ def _check_class(symbol: str, pythonpath: Sequence[str]) -> list[Path]:
     """
     module, _, name = symbol.partition(":")
     sources: list[Path] = []
-    for full, found in _located(module, pythonpath):
+    for full, found in located(module, pythonpath):
         if found is None and full == module.partition(".")[0]:
             return []  # found by an import hook, which cannot be asked about what is below
         if found is None:
@@ -154,7 +152,7 @@ def _check_class(symbol: str, pythonpath: Sequence[str]) -> list[Path]:
     return sources
 
 
-def _located(
+def located(
     module: str, pythonpath: Sequence[str]
 ) -> Iterator[tuple[str, importlib.machinery.ModuleSpec | None]]:
     """Yield the packages of a module and the module, each with its spec, up to one that is missing.
@@ -177,7 +175,7 @@ def _hint_at_classes(name: str, pythonpath: Sequence[str]) -> str:
 
     A package that defines none has those that it imports from its own modules.
     """
-    *_, (_, found) = _located(name, pythonpath)
+    *_, (_, found) = located(name, pythonpath)
     if found is None or not (found.origin or "").endswith(".py"):
         return ""
     try:
@@ -249,11 +247,11 @@ def _check_imports(connector: str, sources: Sequence[Path], pythonpath: Sequence
         except (SyntaxError, OSError, ValueError):
             return
         for node in body:
-            packages = _imported(node)
+            packages = _only_imports(node)
             if packages is None:
                 return
             for package in packages:
-                if not _is_found(package, pythonpath):
+                if not _is_found(package, pythonpath) and not may_provide(package):
                     module = connector.partition(":")[0]
                     raise UsageError(
                         f"Module {module} of connector {connector} cannot be imported: "
@@ -263,12 +261,19 @@ def _check_imports(connector: str, sources: Sequence[Path], pythonpath: Sequence
                     return
 
 
-def _imported(node: ast.stmt) -> list[str] | None:
-    """Return the top-level packages that a statement imports; None if it may do anything else."""
+def imported(node: ast.AST) -> list[str]:
+    """Return the top-level packages that a node of a source names in an import."""
     if isinstance(node, ast.Import):
         return [alias.name.partition(".")[0] for alias in node.names]
-    if isinstance(node, ast.ImportFrom) and not node.level:
-        return [str(node.module).partition(".")[0]]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [node.module.partition(".")[0]]
+    return []
+
+
+def _only_imports(node: ast.stmt) -> list[str] | None:
+    """Return the top-level packages that a statement imports; None if it may do anything else."""
+    if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level):
+        return imported(node)
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return []
     if isinstance(node, ast.If) and not node.orelse:
@@ -278,11 +283,10 @@ def _imported(node: ast.stmt) -> list[str] | None:
 
 
 def _is_found(package: str, pythonpath: Sequence[str]) -> bool:
-    """Return whether a top-level package can be found, or vLLM may provide it. Imports nothing."""
+    """Return whether a top-level package can be found. Imports nothing."""
     try:
         if importlib.util.find_spec(package) is not None:
             return True
     except ValueError:  # it is imported, and has no spec
         return True
-    found = importlib.machinery.PathFinder.find_spec(package, list(pythonpath))
-    return found is not None or may_provide(package)
+    return importlib.machinery.PathFinder.find_spec(package, list(pythonpath)) is not None

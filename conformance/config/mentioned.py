@@ -9,75 +9,77 @@ what vLLM hands over.
 from __future__ import annotations
 
 import ast
-import importlib.machinery
 import re
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from kvconform.config.exists import imported, located
 from kvconform.errors import did_you_mean
 
 
 def unmentioned(
-    connector: str, options: Iterable[str], pythonpath: Sequence[str] = ()
+    connector: str, options: Collection[str], pythonpath: Sequence[str] = ()
 ) -> list[str]:
     """Return a warning per option that no source of a connector of one's own mentions.
 
     Of connectors of vLLM and kvconform nothing is returned: they may hand their options on.
     """
     top = connector.partition(":")[0].partition(".")[0]
-    if ":" not in connector or top in ("vllm", "kvconform"):
+    if not options or ":" not in connector or top in ("vllm", "kvconform"):
         return []
-    found = importlib.machinery.PathFinder.find_spec(top, [*sys.path, *pythonpath])
+    ((_, found),) = located(top, pythonpath)
     if found is None or not (found.origin or "").endswith(".py"):
         return []
     origin = Path(found.origin or "")
     is_package = found.submodule_search_locations is not None
-    texts = list(_texts(origin.parent if is_package else origin))
-    warnings = []
-    for option in options:
-        names = {option, option.rpartition(".")[2]}
-        if any(re.search(rf"\b{re.escape(name)}\b", text) for name in names for text in texts):
-            continue
-        close = did_you_mean(option, _keys(texts), 1)
-        warnings.append(f"extra_config: no source of {top} mentions {option!r}{close}")
-    return warnings
+    left = list(options)
+    trees = []
+    for text, tree in _sources(origin.parent if is_package else origin):
+        left = [option for option in left if not _mentions(text, option)]
+        if not left:
+            return []
+        trees.append(tree)
+    keys = _keys(trees)
+    return [
+        f"extra_config: no source of {top} mentions {option!r}{did_you_mean(option, keys, 1)}"
+        for option in left
+    ]
 
 
-def _texts(place: Path) -> Iterator[str]:
-    """Yield the sources of a package or module, and of those beside a module that it imports."""
-    todo, known = [place], {place}
-    while todo:
-        each = todo.pop()
+def _mentions(text: str, option: str) -> bool:
+    """Return whether a source has an option as a word, perhaps without its prefix."""
+    names = {option, option.rpartition(".")[2]}
+    return any(re.search(rf"\b{re.escape(name)}\b", text) for name in names)
+
+
+def _sources(place: Path) -> Iterator[tuple[str, ast.Module]]:
+    """Yield each source of a package, or of a module and the modules in its folder that it imports.
+
+    The modules that those import are among them. A source has its text and its tree.
+    """
+    waiting, known = [place], {place}
+    while waiting:
+        each = waiting.pop()
         for file in each.rglob("*.py") if each.is_dir() else [each]:
             try:
                 text = file.read_text(encoding="utf-8")
                 tree = ast.parse(text)
             except (OSError, SyntaxError, ValueError):
                 continue
-            yield text
+            yield text, tree
             if place.is_dir():
                 continue
-            for name in _imported(tree):
+            for name in (name for node in ast.walk(tree) for name in imported(node)):
                 for beside in (place.parent / name, place.parent / f"{name}.py"):
                     if beside.exists() and beside not in known:
                         known.add(beside)
-                        todo.append(beside)
+                        waiting.append(beside)
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
-    """Yield the top-level packages that a source imports."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
-
-
-def _keys(texts: Iterable[str]) -> list[str]:
+def _keys(trees: Iterable[ast.Module]) -> list[str]:
     """Return the constants by which sources read dicts: `x["key"]` and `x.get("key")`."""
     found: dict[str, None] = {}
-    for node in (node for text in texts for node in ast.walk(ast.parse(text))):
+    for node in (node for tree in trees for node in ast.walk(tree)):
         read: ast.expr | None = None
         if isinstance(node, ast.Subscript):
             read = node.slice

@@ -159,8 +159,7 @@ class Executor:
         first = len(self.trace.events)
         self.trace.emit("worker.step_begin")
         self._begin_reports()
-        loading = {grant.req for grant in leader.oracle.open_grants()}
-        if tokens or not leader.failing.isdisjoint(loading):
+        if tokens or any(grant.req in leader.failing for grant in leader.oracle.open_grants()):
             # What a load finds lost is lost for other requests before it is reported.
             self.observer.activity += 1
         leader.scheduled = set(output.num_scheduled_tokens)

@@ -77,7 +77,7 @@ def _tell_apart(
 ) -> None:
     """Fill in how the two requests of a row differ whose KV was mixed up. Changes the row.
 
-    Causes are told apart by the first difference. A lookup has its sentence already.
+    Causes are told apart by the first difference. The message about a lookup has it already.
     """
     if not differs:
         return

@@ -148,7 +148,7 @@ class Child:
         outputs: dict[str, Any] = {}
         found: list[Answer] = []
         step = 0
-        missed = play.interrupt is not None
+        interrupt = play.interrupt
         tries = 0
         last_progress = time.monotonic()
         self.striking.phase(play)
@@ -185,9 +185,10 @@ class Child:
                     ask, prompt, internal, _ = running.pop(output.request_id)
                     found.append(answer_of(ask, prompt, internal, output))
             step += 1
-            if missed and step >= (play.interrupt or 0) and running and tries < TRIES:
+            if interrupt is not None and step >= interrupt and running and tries < TRIES:
                 tries += 1
-                missed = not interrupted(engine)
+                if interrupted(engine):
+                    interrupt = None
             for ask, prompt, internal, began in list(running.values()):
                 if ask.abort is not None and step - began >= ask.abort:
                     engine.abort_request([ask.id])
@@ -199,7 +200,7 @@ class Child:
             name=play.name,
             reset_done=done,
             restarted=play.restart,
-            missed=missed,
+            missed=interrupt is not None,
             counts=self.take_counts(),
             answers=found,
         )

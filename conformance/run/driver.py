@@ -294,8 +294,8 @@ class Driver:
             Identity.of(add.salt, lora, items, embeds, self._other_model()),
             Script(list(add.drafts or []), add.stop_at),
         )
-        if any(add.identity.values()):
-            self.trace.emit("request.identity", req=req_id, generation=generation, **add.identity)
+        if any((known := add.identity).values()):
+            self.trace.emit("request.identity", req=req_id, generation=generation, **known)
         state.reloads.pop(req_id, None)
         if add.reloads:
             self._before_asking_again()

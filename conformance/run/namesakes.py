@@ -54,10 +54,10 @@ class Namesakes:
         has loaded this KV, too. After a restart it may have been computed by another model.
         """
         wanted = request.all_token_ids
-        own = self.state.adds[name]
+        own = self.state.adds[name].identity
         another_model = restarted(self.state.trace.events)
         for number, (other, known) in enumerate(self.state.requests.items()):
-            differs = differences(own.identity, self.state.adds[other].identity)
+            differs = differences(own, self.state.adds[other].identity)
             if other != name and (another_model or differs[0]["what"] != MODEL):
                 common = common_prefix(wanted, known.all_token_ids)
                 yield common, -_distance(differs), -number, other, differs

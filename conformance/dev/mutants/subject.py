@@ -134,7 +134,8 @@ def lacks(subject: Subject, root: Path) -> str | None:
         if setup.catalogue is not None:
             requires = catalogue.named(setup.catalogue).requires
             if absent := catalogue.absent(requires):
-                return f"{', '.join(absent)} is not installed: pip install {' '.join(requires)}"
+                install = catalogue.pip_install(requires)
+                return f"{', '.join(absent)} is not installed: {install}"
     for module in subject.modules:
         try:
             path_of(module, subject, root)

@@ -68,7 +68,7 @@ def judge(
     """Run the suite on an entry in a process of its own, if its packages are installed."""
     entry = catalogue.named(turn.entry)
     if absent := catalogue.absent(entry.requires):
-        install = f"pip install {' '.join(entry.requires)}"
+        install = catalogue.pip_install(entry.requires)
         return Judged(turn.entry, why=f"it needs {', '.join(absent)}: {install}")
     with tempfile.TemporaryDirectory(prefix="kvconform-") as tmp:
         folder = (turn.reports or Path(tmp)) / turn.entry
