@@ -50,7 +50,7 @@ def test_an_entry_without_its_packages_is_not_run(monkeypatch: pytest.MonkeyPatc
     entry = catalogue.Named(text="x", connector="x:X", requires=["no-such-package>=1"])
     monkeypatch.setattr(catalogue, "named", lambda name: entry)
     found = judge.judge(TURN, answering(0, ROWS))
-    assert found.why == "it needs no-such-package: pip install no-such-package>=1"
+    assert found.why == "it needs no-such-package: pip install 'no-such-package>=1'"
 
 
 def test_what_is_judged_is_recorded_at_once(
