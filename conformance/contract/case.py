@@ -669,6 +669,11 @@ class Variant:
         return self.case.beyond
 
     @property
+    def late(self) -> bool:
+        """Whether the workers execute a step only when the engine awaits its output."""
+        return isinstance(self.case, Case) and "late-workers" in self.case.policies
+
+    @property
     def inspects(self) -> bool:
         """Whether the run makes the static checks of the connector."""
         return isinstance(self.case, Case) and self.case.inspect is not None

@@ -65,6 +65,8 @@ class Engine:
         self.pool = parts.scheduler.kv_cache_manager.block_pool
         self.blocks_at_start = self.pool.get_num_free_blocks()
         self.depth = parts.variant.depth if parts.variant.scheduling == "async" else 1
+        self.late = parts.variant.late
+        """Whether workers execute a step only when its output is awaited."""
         self.is_down = False
         self.preempted = False
         """Whether a request was preempted since the last step was scheduled."""
@@ -158,7 +160,7 @@ class Engine:
 
     # -- steps
     def schedule(self) -> None:
-        """Schedule one step and execute it; its output joins the queue."""
+        """Schedule one step; it joins the queue. The workers execute it now, if they are not late."""
         self.trace.step += 1
         Probe.active = self.probe
         self.ledger.before_schedule()
@@ -168,11 +170,24 @@ class Engine:
             output = self.scheduler.schedule()
         self.ledger.after_schedule(output, self.view.tables())
         fresh = self.ledger.take_fresh(self.view.tables())
-        result = self.executor.execute(output, fresh)
-        self.queue.append(Flight(output, result, self.trace.step, self.worker.corrupt))
+        digest = self.executor.plan(output)
+        flight = Flight(output, self.trace.step, fresh, self.ledger.launch(), digest)
+        if not self.late:
+            self._execute(flight)
+        self.queue.append(flight)
+
+    def _execute(self, flight: Flight) -> None:
+        """Have the workers execute a step; what they do counts as a part of that step."""
+        Probe.active = self.probe
+        newest, self.trace.step = self.trace.step, flight.step
+        flight.result = self.executor.execute(flight)
+        flight.corrupt = self.worker.corrupt
+        self.trace.step = newest
 
     def land(self) -> None:
-        """Process the oldest queued output."""
+        """Process the oldest queued output, which late workers have yet to compute."""
+        if self.queue[0].result is None:
+            self._execute(self.queue[0])
         flight = self.queue.popleft()
         if not self.queue:  # the newest: it has sampled its tokens
             device.current.finish()

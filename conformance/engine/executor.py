@@ -7,11 +7,11 @@ import copy
 from typing import Any
 
 from kvconform.contract.case import Variant
-from kvconform.contract.trace import Trace
+from kvconform.contract.trace import Event, Trace
 from kvconform.engine.fault import check_starts
 from kvconform.engine.lifecycle import in_order
 from kvconform.engine.ranks import Rank
-from kvconform.engine.view import EngineView
+from kvconform.engine.view import EngineView, Flight
 from kvconform.kv import device
 from kvconform.kv.oracle import Oracle
 from kvconform.kv.provenance import Chain, HandedOut
@@ -144,17 +144,33 @@ class Executor:
             )
 
     # -- one step
-    def execute(self, output: Any, fresh: list[HandedOut]) -> Any:
-        """Execute a SchedulerOutput; returns the ModelRunnerOutput of the rank that samples.
+    def plan(self, output: Any) -> str | None:
+        """Note what a SchedulerOutput asks of the connector; to be called when it was scheduled.
 
-        `fresh`: blocks that were handed out since the step before. EngineFault if a request is to
-        be computed from a negative position.
+        Returns the digest that the metadata had when it was built. Workers that get copies get them
+        now. EngineFault if a request is to be computed from a negative position.
         """
         check_starts(output)
-        if self.view.scheduler.connector is not None:
-            self._take_metadata(output)
+        if self.view.scheduler.connector is None:
+            return None
+        metadata = output.kv_connector_metadata
+        digest = self.observer.metadata.begin_step(metadata, copied=self.pickle_metadata)
+        if self.inspector is not None:
+            tables = self.view.tables()
+            for entry in self.inspector.plan(metadata):
+                self.observer.planned(entry, self._slots(tables.get(entry["req"], [])))
+        if self.pickle_metadata:
+            unpickled, reason = pickle_round_trip(metadata)
+            if reason is None:
+                output.kv_connector_metadata = unpickled
+        return digest
+
+    def execute(self, flight: Flight) -> Any:
+        """Execute a step; returns the ModelRunnerOutput of the rank that samples."""
+        output = flight.output
+        self.observer.metadata.current_digest = flight.digest
         leader = self.ranks.leader.worker
-        leader.begin(output, fresh)
+        leader.begin(output, flight.fresh)
         tokens = output.total_num_scheduled_tokens
         first = len(self.trace.events)
         self.trace.emit("worker.step_begin")
@@ -168,7 +184,7 @@ class Executor:
             for rank in self.ranks.members:
                 rank.worker.overlap.take_back()
         for row in leader.rows:
-            self._note_final(row, failed)
+            self._note_final(flight.launched.get(row.state.chain.req), row, failed)
         bound = self._bound_since(first) if len(self.ranks.members) > 1 else []
         if self.cache is not None:
             self.cache.after_step(self.trace.events[first:])
@@ -176,19 +192,6 @@ class Executor:
         if tokens or self._received:
             self.progress += 1
         return result
-
-    def _take_metadata(self, output: Any) -> None:
-        """Note the step's metadata, and the plan that the connector's Inspector reports."""
-        metadata = output.kv_connector_metadata
-        self.observer.metadata.begin_step(metadata)
-        if self.inspector is not None:
-            tables = self.view.tables()
-            for entry in self.inspector.plan(metadata):
-                self.observer.planned(entry, self._slots(tables.get(entry["req"], [])))
-        if self.pickle_metadata:
-            unpickled, reason = pickle_round_trip(metadata)
-            if reason is None:
-                output.kv_connector_metadata = unpickled
 
     def _slots(self, tables: list[list[int]]) -> int | None:
         """Return how many slots a request's block table has; None without blocks or if several."""
@@ -239,7 +242,11 @@ class Executor:
                     grant.open = False  # the engine took another rank's report for the last one
                 elif grant.req in self._received:  # a failure may be reported in any step before
                     oracle.due(grant, self._chain(grant.req))
-            elif state is not None and grant.req in self.ranks.leader.worker.scheduled:
+            elif (
+                state is not None
+                and grant.req in self.ranks.leader.worker.scheduled
+                and grant.started_step <= self.trace.step  # late workers are a step behind
+            ):
                 oracle.due(grant, state.chain)
 
     def _chain(self, req_id: str) -> Chain:
@@ -257,12 +264,10 @@ class Executor:
         rows = rank.worker.rows if blocks else ()
         return {row.state.chain.req for row in rows if blocks & set(row.state.table)}
 
-    def _note_final(self, row: Any, failed: set[str]) -> None:
-        req = row.state.chain.req
-        event = self.ledger.launched(req)
+    def _note_final(self, event: Event | None, row: Any, failed: set[str]) -> None:
         if event is not None:
             before = min(row.before, row.start + row.count)
-            after = None if req in failed else row.known
+            after = None if row.state.chain.req in failed else row.known
             self.ledger.executed(event, final_before=before, final_after=after)
 
     def _bound_since(self, first: int) -> list[int]:

@@ -109,7 +109,7 @@ def build(
         observer,
         ledger,
         reports=reports,
-        pickle_metadata=relation == "pickled-metadata",
+        pickle_metadata=relation == "pickled-metadata" or variant.late,
     )
     executor.listen(probe)
     return Engine(

@@ -5,23 +5,33 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
+from kvconform.contract.trace import Event
 from kvconform.engine.batch import Batch, Info, Script
 from kvconform.engine.ranks import Ranks
 from kvconform.kv.oracle import Oracle
-from kvconform.kv.provenance import Identity
+from kvconform.kv.provenance import HandedOut, Identity
 from kvconform.observe.view import block_tables
 
 
-class Flight(NamedTuple):
-    """A step that was scheduled and executed and has not landed: update_from_output is due."""
+@dataclass
+class Flight:
+    """A step that was scheduled and has not landed: update_from_output is due.
+
+    `fresh`: the blocks that were handed out for it. `launched`: its req.scheduled events by request
+    id. `digest`: that of the metadata, or None. `result` is None until the workers have executed
+    the step; `corrupt` are the requests whose tokens were sampled from wrong KV then.
+    """
 
     output: Any
-    result: Any
     step: int
-    corrupt: set[str]
-    """Requests whose tokens were sampled from wrong KV."""
+    fresh: list[HandedOut]
+    launched: dict[str, Event]
+    digest: str | None = None
+    result: Any = None
+    corrupt: set[str] = field(default_factory=set)
 
 
 class EngineView:

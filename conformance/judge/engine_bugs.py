@@ -80,16 +80,17 @@ def note_unfilled(trace: Trace) -> None:
                         del failed[key]
             open_rows.append(e)
         elif kind == "worker.step_begin" and (open_allocs or open_rows):
-            for row in open_rows:
+            # Late workers begin a step when later ones have been scheduled.
+            for row in [each for each in open_rows if each["step"] <= e["step"]]:
+                open_rows.remove(row)
                 before = row["table"][: row["output_computed"] // size]
                 unfilled = [block for block in before if (row.get("on"), block) in failed]
                 trace.amend(row, unfilled=unfilled)
-            open_rows = []
-            for alloc in open_allocs:
+            for alloc in [each for each in open_allocs if each["step"] <= e["step"]]:
+                open_allocs.remove(alloc)
                 shared = alloc["shared_blocks"]
                 unfilled = [block for block in shared if (alloc.get("on"), block) in failed]
                 trace.amend(alloc, unfilled=unfilled)
-            open_allocs = []
 
 
 def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:

@@ -210,7 +210,8 @@ class SchedulerProbe:
             req: [block for table in groups for block in table] for req, groups in tables.items()
         }
         note.scheduled = list(output.num_scheduled_tokens)
-        shares = [self._share(output, req, note, tables) for req in note.scheduled]
+        launched = self.ledger.launch()
+        shares = [self._share(output, launched[req], note, tables) for req in note.scheduled]
         note.granted = self._granted()
         note.named = self.pending
         note.unseen = self.unseen
@@ -241,11 +242,13 @@ class SchedulerProbe:
         return found
 
     def _share(
-        self, output: Any, req: str, note: StepNote, tables: dict[str, list[list[int]]]
+        self, output: Any, event: Event, note: StepNote, tables: dict[str, list[list[int]]]
     ) -> Share:
-        """Return a request's share of the step; add the blocks that it writes to the note."""
-        event = self.ledger.launched(req)
-        assert event is not None  # the scheduler has just listed it
+        """Return a request's share of the step, by its req.scheduled event.
+
+        Adds the blocks that it writes to the note.
+        """
+        req = event["req"]
         share = Share(
             req,
             event["output_computed"],

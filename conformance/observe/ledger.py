@@ -361,12 +361,14 @@ class Ledger:
             written.update(blocks[computed // size : -(-(computed + count) // size)])
 
     # -- execution
-    def launched(self, req: str) -> Event | None:
-        """Return the req.scheduled of the step that was scheduled last, which is in flight now."""
-        event = self._current.get(req)
-        if event is not None:
+    def launch(self) -> dict[str, Event]:
+        """Return the req.scheduled events of the step that was scheduled last, by request id.
+
+        The step is in flight from now on.
+        """
+        for req, event in self._current.items():
             self._flying.setdefault(req, []).append(event)
-        return event
+        return self._current
 
     def executed(self, event: Event, *, final_before: int, final_after: int | None) -> None:
         """Fill in how far a request's KV was final before the step, and is after it, in tokens.

@@ -28,7 +28,7 @@ class MetadataObserver:
         self.trace = trace
         self.private = private
         self.current_digest: str | None = None
-        """Digest that the metadata of the executed step had when it was built."""
+        """Digest that the metadata of the step that is executed had when it was built."""
         self._built: dict[int, str] = {}  # id(metadata) -> digest, until the step is executed
         self._offered: dict[tuple[str, int, int], int] = {}  # (request, group, tokens) -> block
         self._arrived: str | None = None
@@ -48,12 +48,15 @@ class MetadataObserver:
         probe.on("bind_connector_metadata", after=self._bound)
         probe.on("clear_connector_metadata", after=self._cleared)
 
-    def begin_step(self, metadata: Any) -> str | None:
-        """Note that the step with this metadata is executed now.
+    def begin_step(self, metadata: Any, *, copied: bool = False) -> str | None:
+        """Note that the step with this metadata is handed to the workers.
 
         Returns the digest that the metadata had when it was built. In a MultiConnector, that is the
-        digest of the part that belongs to the connector under test.
+        digest of the part that belongs to the connector under test. `copied`: the workers get a
+        copy, which no later step can change.
         """
+        if copied:
+            self._latest = None
         parts = metadata.metadata if type(metadata).__name__ == MULTI else (metadata,)
         known = (self._built.pop(id(part)) for part in parts if id(part) in self._built)
         self.current_digest = next(known, None)

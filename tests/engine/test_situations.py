@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -32,6 +34,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.utils import select_common_block_size
@@ -162,6 +165,29 @@ def a_chunk_ends_within_a_block(bench: Bench) -> None:
     trace = trace_of(bench, [add("a", 13), RUN], budget=3)
     ends = [e["computed"] + e["scheduled"] for e in select(trace, "req.scheduled", req="a")]
     assert any(end % BLOCK for end in ends if end < 13)
+
+
+@brings_about("late-workers")
+def steps_wait_for_worker_processes_and_the_engine_core_does_not(bench: Bench) -> None:
+    executor = object.__new__(MultiprocExecutor)  # its queues without its processes
+    steps: SimpleQueue[Any] = SimpleQueue()
+    answers: SimpleQueue[Any] = SimpleQueue()
+    executor.is_failed = False
+    executor.futures_queue = deque()
+    bench.patch.setattr(
+        executor, "rpc_broadcast_mq", SimpleNamespace(enqueue=steps.put), raising=False
+    )
+    dequeue = SimpleNamespace(dequeue=lambda timeout: answers.get(timeout=5))
+    bench.patch.setattr(executor, "response_mqs", [dequeue], raising=False)
+    first, second = (
+        executor.collective_rpc("execute_model", args=(n,), non_block=True, unique_reply_rank=0)
+        for n in (1, 2)
+    )
+    assert steps.qsize() == 2 and not first.done() and not second.done()
+    for _ in range(2):  # the worker takes them up now, in their order
+        _, (number,), _, _ = steps.get()
+        answers.put((WorkerProc.ResponseStatus.SUCCESS, f"output {number}"))
+    assert (first.result(), second.result()) == ("output 1", "output 2")
 
 
 # -- steps
