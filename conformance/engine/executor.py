@@ -151,6 +151,7 @@ class Executor:
         now. EngineFault if a request is to be computed from a negative position.
         """
         check_starts(output)
+        self._stirs(output)
         if self.view.scheduler.connector is None:
             return None
         metadata = output.kv_connector_metadata
@@ -165,6 +166,14 @@ class Executor:
                 output.kv_connector_metadata = unpickled
         return digest
 
+    def _stirs(self, output: Any) -> None:
+        """Count a step that may shrink the store: when it is scheduled and when it is executed."""
+        leader = self.ranks.leader.worker
+        failing = any(grant.req in leader.failing for grant in leader.oracle.open_grants())
+        # What a load finds lost is lost for other requests before it is reported.
+        if output.total_num_scheduled_tokens or failing:
+            self.observer.activity += 1
+
     def execute(self, flight: Flight) -> Any:
         """Execute a step; returns the ModelRunnerOutput of the rank that samples."""
         output = flight.output
@@ -175,10 +184,12 @@ class Executor:
         first = len(self.trace.events)
         self.trace.emit("worker.step_begin")
         self._begin_reports()
-        if tokens or any(grant.req in leader.failing for grant in leader.oracle.open_grants()):
-            # What a load finds lost is lost for other requests before it is reported.
-            self.observer.activity += 1
+        self._stirs(output)
         leader.scheduled = set(output.num_scheduled_tokens)
+        leader.outdated = set()
+        if flight.step <= self.observer.reset_after:
+            live = self.view.scheduler.requests
+            leader.outdated = {req for req in leader.scheduled if req not in live}
         result, failed = self._on_all_ranks(output)
         if self._overlaps:
             for rank in self.ranks.members:

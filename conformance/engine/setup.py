@@ -251,7 +251,7 @@ def _build_workers(variant: Variant, trace: Trace, view: EngineView, memory: Mem
     for rank in ranks.members:
         oracle = Oracle(rank.cache, rank.registry, trace, view.held_blocks)
         kind = Worker if rank is ranks.leader else Follower
-        rank.worker = kind(rank.cache, rank.registry, trace, oracle, batch, memory.computed)
+        rank.worker = kind(rank.cache, rank.registry, trace, oracle, batch, memory)
         rank.lifecycle = make_lifecycle(
             variant.engine,
             rank.worker,

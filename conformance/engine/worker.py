@@ -20,7 +20,7 @@ from kvconform.kv import device
 from kvconform.kv.cache import Group, PagedCache
 from kvconform.kv.content import Content
 from kvconform.kv.oracle import OWN, Fill, Oracle, slots_of
-from kvconform.kv.provenance import HandedOut, Origin, Registry
+from kvconform.kv.provenance import HandedOut, Memory, Origin, Registry
 
 
 @dataclass
@@ -116,8 +116,8 @@ class Reads:
 class Worker:
     """Executor of SchedulerOutputs on one rank.
 
-    `computed(ids, plain)` reports content ids that now exist in an engine's cache. A step changes
-    the cache, the batch and the trace.
+    `memory` is told of the content ids that now exist in an engine's cache. A step changes it, the
+    cache, the batch and the trace.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Worker:
         trace: Trace,
         oracle: Oracle,
         batch: Batch,
-        computed: Callable[[list[int], list[int]], None],
+        memory: Memory,
     ):
         self.cache = cache
         self.registry = registry
@@ -135,7 +135,7 @@ class Worker:
         self.trace = trace
         self.oracle = oracle
         self.batch = batch
-        self.computed = computed
+        self.memory = memory
         self.device = device.current
         self.overlap = Overlap(cache)
         self.rows: list[Row] = []
@@ -143,6 +143,9 @@ class Worker:
         self._computed = Content.of(cache.book, np.empty(0, dtype=np.uint64))
         self._reads: list[Reads] = []
         self._corruption: dict[str, int] = {}
+        self.outdated: set[str] = set()
+        """Requests of the step that are gone, if the connector's cache was reset since the step was
+        scheduled."""
         self.failing: set[str] = set()
         """Requests whose load was made to fail."""
         self._unsound: set[int] = set()
@@ -431,7 +434,9 @@ class Worker:
                 accepted=row.accepted,
                 rejected=row.drafts - row.accepted,
             )
-            self.computed(chain.ids[row.start : row.known], chain.plain[row.start : row.known])
+            is_outdated = chain.req in self.outdated
+            note = self.memory.outdated if is_outdated else self.memory.computed
+            note(chain.ids[row.start : row.known], chain.plain[row.start : row.known])
             if not row.samples:
                 tokens.append([])
                 continue

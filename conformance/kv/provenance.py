@@ -37,6 +37,14 @@ class Memory:
         self.plain.update(plain)
         self.since_reset.update(ids)
 
+    def outdated(self, ids: list[int], plain: list[int]) -> None:
+        """Note content that now exists, of a step that was scheduled before the last reset.
+
+        Its request is gone: nothing may save the content again.
+        """
+        self.ever.update(ids)
+        self.plain.update(plain)
+
     def reset(self, kept: set[int]) -> None:
         """Note that the connector reported its store as empty.
 
@@ -70,6 +78,14 @@ class PartMemory(Memory):
         self.plain.update(plain)
         self.own.update(ids)
         self.kept(ids)
+
+    def outdated(self, ids: list[int], plain: list[int]) -> None:
+        """Note them as Memory.outdated does; the other engines have not reset the store."""
+        super().outdated(ids, plain)
+        self.own.update(ids)
+        for part in self._parts:
+            if part is not self:
+                part.since_reset.update(ids)
 
     def kept(self, ids: Iterable[int]) -> None:
         """Note them as Memory.kept does: every engine may find what this one saves again."""

@@ -80,6 +80,8 @@ class Observer:
         self._reported: dict[str, set[str]] = {}  # directions, since the engine began to wait
         self._both: set[str] = set()  # load and send awaited at once, or when one was reported
         self._reset_seen = False
+        self.reset_after = -1
+        """The last step that was scheduled before the last reset of the connector's cache."""
         self._losses = 0  # failed loads, and resets of the connector's cache
         self._admissions: Counter[Incarnation] = Counter()
         self._listen(probe)
@@ -478,6 +480,7 @@ class Observer:
         if call.result is not False:
             self.memory.reset(self.view.held_contents())
             self._reset_seen = True
+            self.reset_after = self.trace.step
             self._lost()
 
     def reset_elsewhere(self) -> None:

@@ -17,18 +17,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 
+Key = tuple[int, bytes]
+"""Number of resets before the block was stored, and the block's hash."""
+
+
 @dataclass
 class PlainMetadata(KVConnectorMetadata):
-    """(block hash, block id) pairs to read and to write."""
+    """(key, block id) pairs to read and to write."""
 
-    loads: list[tuple[bytes, int]] = field(default_factory=list)
-    saves: list[tuple[bytes, int]] = field(default_factory=list)
+    loads: list[tuple[Key, int]] = field(default_factory=list)
+    saves: list[tuple[Key, int]] = field(default_factory=list)
 
 
 class Plain(KVConnectorBase_V1):
     """A cache of whole blocks in this process's memory, loaded synchronously."""
 
-    _stores: ClassVar[dict[str, dict[tuple[bytes, str], torch.Tensor]]] = {}
+    _stores: ClassVar[dict[str, dict[tuple[Key, str], torch.Tensor]]] = {}
+    _resets: ClassVar[dict[str, int]] = {}
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -39,14 +44,20 @@ class Plain(KVConnectorBase_V1):
             f"rank {vllm_config.parallel_config.rank} of {name}", {}
         )
         self._index = self._stores.setdefault(f"index of {name}", {})
+        self._name = name
+        self._resets.setdefault(name, 0)
         self._size = vllm_config.cache_config.block_size
         self._live: dict[str, tuple[Any, list[int]]] = {}
         self._to_load: dict[str, int] = {}
 
+    def _keys(self, request: Any) -> list[Key]:
+        resets = self._resets[self._name]
+        return [(resets, block) for block in request.block_hashes]
+
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        usable = request.block_hashes[: (request.num_tokens - 1) // self._size]
+        usable = self._keys(request)[: (request.num_tokens - 1) // self._size]
         missing = (index for index, block in enumerate(usable) if (block, "") not in self._index)
         found = next(missing, len(usable))
         return max(0, found * self._size - num_computed_tokens), False
@@ -72,7 +83,7 @@ class Plain(KVConnectorBase_V1):
             if not replaces and blocks is not None:
                 table.extend(blocks[0])
             external = self._to_load.pop(req, 0)
-            pairs = list(zip(request.block_hashes, table, strict=False))
+            pairs = list(zip(self._keys(request), table, strict=False))
             start, end = (computed - external) // self._size, computed // self._size
             # Block 0 stands for what a window has left behind, and belongs to no request.
             meta.loads += [(block, at) for block, at in pairs[start:end] if at != 0]
@@ -89,8 +100,12 @@ class Plain(KVConnectorBase_V1):
         return False, None
 
     def reset_cache(self) -> bool | None:
-        self._blocks.clear()
-        self._index.clear()
+        # Steps that are on their way to the workers load and save under the old number.
+        resets = self._resets[self._name]
+        for entries in (self._blocks, self._index):
+            for entry in [entry for entry in entries if entry[0][0] < resets]:
+                del entries[entry]
+        self._resets[self._name] = resets + 1
         return True
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ from kvconform.engine.worker import Worker
 from kvconform.kernels.codes import CodeBook
 from kvconform.kv.cache import Group, PagedCache
 from kvconform.kv.oracle import Grant, Oracle
-from kvconform.kv.provenance import HandedOut, Identity, Registry
+from kvconform.kv.provenance import HandedOut, Identity, Memory, Registry
 from kvconform.run.records import Run
 from kvconform.run.runner import run_variant
 
@@ -96,7 +96,7 @@ class Machine:
         self.oracle = Oracle(self.cache, self.registry, self.trace, lambda: self.tables)
         self.batch = Batch(BLOCK, self.lookup, self.groups)
         self.worker = Worker(
-            self.cache, self.registry, self.trace, self.oracle, self.batch, lambda ids, plain: None
+            self.cache, self.registry, self.trace, self.oracle, self.batch, Memory()
         )
 
     def lookup(self, req: str) -> tuple[int, Identity, Script]:
