@@ -289,6 +289,8 @@ def one(
     policies: list[str] = []
     if engine == "reference" and not simple and dice.one_in(2):
         policies = [dice.pick(known_policies())]
+    elif scheduling == "async" and not simple and dice.one_in(4):
+        policies = ["late-workers"]
     # vLLM does not support context parallelism with drafts (50391).
     if "tensor_parallel" in extra and not drafts and dice.one_in(2):
         ranks, degree = dice.pick(SLICES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the benchmark of a cache under pressure, in memory and with few requests."""
+"""Tests of the benchmark of a cache under pressure, with few requests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvconform.dev.pressure import FAULTS, figures, pressed, problems
+from stores import url_of
 
 pytestmark = pytest.mark.e2e  # many seconds each
 
@@ -17,8 +18,12 @@ SMALL = (16, 64)
 """Bounds that few requests exceed."""
 
 
-def test_nothing_is_lost_and_the_levels_are_used(tmp_path: Path) -> None:
-    found = figures(pressed("memory:{tmp}", REQUESTS, tmp_path / "run", CONNECTOR, SMALL))
+@pytest.mark.parametrize("kind", ["memory", "redis"])
+def test_nothing_is_lost_and_the_levels_are_used(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with url_of(kind, tmp_path, monkeypatch) as url:
+        found = figures(pressed(url, REQUESTS, tmp_path / "run", CONNECTOR, SMALL))
     assert problems(found) == []
     assert found["requests"] == REQUESTS and found["loads"] > REQUESTS / 4
     assert found["level0_promoted"] > 0
