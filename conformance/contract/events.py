@@ -619,6 +619,12 @@ _kind(
     "The worker begins a step.",
 )
 _kind(
+    "worker.late",
+    "sched",
+    "of_step:int req:list",
+    "The workers, which were late, take up a step with these requests now.",
+)
+_kind(
     "worker.step_end",
     "kv",
     "forward:bool ranks:list",

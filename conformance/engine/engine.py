@@ -179,6 +179,8 @@ class Engine:
     def _execute(self, flight: Flight) -> None:
         """Have the workers execute a step; what they do counts as a part of that step."""
         Probe.active = self.probe
+        if self.late and self.variant.scheduling == "async":
+            self.trace.emit("worker.late", of_step=flight.step, req=list(flight.launched))
         newest, self.trace.step = self.trace.step, flight.step
         flight.result = self.executor.execute(flight)
         flight.corrupt = self.worker.corrupt

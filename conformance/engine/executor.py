@@ -14,7 +14,7 @@ from kvconform.engine.ranks import Rank
 from kvconform.engine.view import EngineView, Flight
 from kvconform.kv import device
 from kvconform.kv.oracle import Oracle
-from kvconform.kv.provenance import Chain, HandedOut
+from kvconform.kv.provenance import Chain
 from kvconform.observe.cache import CacheObserver, shows_cache
 from kvconform.observe.call import Call
 from kvconform.observe.digest import pickle_round_trip

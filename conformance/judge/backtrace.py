@@ -248,6 +248,7 @@ SHOWN = {
     "transfer.reported",
     "transfer.failed",
     "cache.reset",
+    "worker.late",
     "engine.crash",
     "engine.stall",
     "engine.lifecycle",
@@ -305,7 +306,7 @@ def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
     last = EXCERPT // 2 if left else EXCERPT
     before = [e for e in chosen if e["seq"] <= seq][-last:]
     there = {e["seq"] for e in before}
-    behind = [*_of_origin(trace, event), *_of_claimed(trace, event)]
+    behind = [*_of_origin(trace, event), *_of_claimed(trace, event), *_outlived(trace, event)]
     origin = [e for e in behind if e["seq"] < seq and e["seq"] not in there]
     lives = [e for e in _lives(trace, left, seq) if e["seq"] not in there]
     earlier = lives + origin[-ORIGIN:] + before
@@ -473,6 +474,19 @@ def _of_claimed(trace: list[Event], event: Event) -> list[Event]:
         if e["kind"] == "req.finished"
         or (e["kind"] == "plan" and e["op"] == "save")
         or e.get("listed_as") == "new"
+    ]
+
+
+def _outlived(trace: list[Event], event: Event) -> list[Event]:
+    """Return what was computed and saved before a lookup that claims KV from before a reset."""
+    if event["kind"] != "lookup" or not event.get("computed_before_reset"):
+        return []
+    return [
+        e
+        for e in trace
+        if e["kind"] in ("req.finished", "worker.late")
+        or (e["kind"] == "plan" and e["op"] == "save")
+        or (e["kind"] == "req.scheduled" and e["listed_as"] in ("new", "resumed"))
     ]
 
 

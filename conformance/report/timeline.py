@@ -369,13 +369,17 @@ def _clock(e: Event) -> tuple[str, str]:
     return "clock", f"set forward by {e['seconds']:g} s ({e['why']})"
 
 
+def _late(e: Event) -> tuple[str, str]:
+    return "workers", f"take up step {e['of_step']} only now"
+
+
 def _reset(e: Event) -> tuple[str, str]:
     if e["phase"] not in ("done", "returned"):
         return "reset", f"{e['phase']} (connector={e['connector']})"
     if e["phase"] == "returned":
         return "reset", f"reset_cache of the connector returned {e['returned']}"
     caches = "the prefix cache and the connector's" if e["connector"] else "the prefix cache"
-    refused = "" if e["returned"] else ": refused"
+    refused = "" if e["returned"] else ": reset_prefix_cache returned False"
     return "reset", f"{caches}{refused}"
 
 
@@ -468,6 +472,7 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "cache.size": _cache_size,
     "api": _api,
     "cache.reset": _reset,
+    "worker.late": _late,
     "case.expectation": _expected,
     "profile.expectation": _promise,
     "profile.repaired": _repaired,

@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
-
 Key = tuple[int, bytes]
 """Number of resets before the block was stored, and the block's hash."""
 
