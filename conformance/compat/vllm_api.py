@@ -25,7 +25,7 @@ if not hasattr(torch._C._cpu, "_is_avx512_supported"):
     torch._C._cpu._is_avx512_supported = torch.cpu._is_avx512_supported  # type: ignore[attr-defined]
 
 import vllm
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -145,6 +145,7 @@ def build_config(
     max_seqs: int = 4,
     max_model_len: int = 256,
     prefix_caching: bool = True,
+    kv_events: bool = False,
     spec_tokens: int = 0,
     scheduling: str = "sync",
     policy: str = "fcfs",
@@ -173,6 +174,11 @@ def build_config(
         async_scheduling=False,
         scheduling_policy=policy,
     )
+    if kv_events:
+        # There is no subscriber; the engine takes the events of every step nevertheless.
+        arguments["kv_events_config"] = KVEventsConfig(
+            enable_kv_cache_events=True, publisher="null"
+        )
     if spec_tokens:
         arguments["speculative_config"] = _drafter(spec_tokens)
     config = EngineArgs(**arguments).create_engine_config()

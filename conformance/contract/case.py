@@ -75,6 +75,7 @@ class Config(Model):
     budget: PositiveInt = Field(default=64, description="max_num_batched_tokens")
     max_seqs: PositiveInt = 8
     prefix_caching: bool = True
+    kv_events: bool = Field(default=False, description="KV events are switched on")
     spec_tokens: Annotated[int, Field(ge=0)] = 0
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     role: Role = "kv_both"
@@ -174,6 +175,7 @@ OPTIONS: dict[str, str] = {
     "budget": "max_num_batched_tokens",
     "max_seqs": "max_num_seqs",
     "prefix_caching": "enable_prefix_caching",
+    "kv_events": "kv_events_config",
     "spec_tokens": "speculative_config",
     "load_failure_policy": "kv_transfer_config",
     "role": "kv_transfer_config",

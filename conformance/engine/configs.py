@@ -152,6 +152,7 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
         max_seqs=settings.max_seqs,
         max_model_len=settings.max_model_len,
         prefix_caching=settings.prefix_caching,
+        kv_events=settings.kv_events,
         spec_tokens=settings.spec_tokens,
         policy="priority" if prioritised else "fcfs",
     )

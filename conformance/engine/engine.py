@@ -160,7 +160,7 @@ class Engine:
 
     # -- steps
     def schedule(self) -> None:
-        """Schedule one step; it joins the queue. The workers execute it now, if they are not late."""
+        """Schedule one step; it joins the queue. Workers that are not late execute it now."""
         self.trace.step += 1
         Probe.active = self.probe
         self.ledger.before_schedule()

@@ -492,7 +492,11 @@ class Observer:
         self._lost()
 
     def _lost(self) -> None:
-        """Note that the store was emptied: less is found, and the same may be saved again."""
+        """Note that the store was emptied: less is found, and the same may be saved again.
+
+        A load that is under way may fail.
+        """
+        self._loads.promised.clear()
         self._losses += 1
         self.activity += 1
 

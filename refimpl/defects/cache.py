@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvconform.refimpl.cache.chunks import ChunkStore
 from kvconform.refimpl.cache.holds import Holds
 from kvconform.refimpl.cache.seal import packed, seal, unpacked, unseal
 from kvconform.refimpl.cache.tiers import Tiers
-from kvconform.refimpl.connector import Finish
-from kvconform.refimpl.plan import Load, ReferenceMetadata
+from kvconform.refimpl.connector import Finish, ReferenceConnector
+from kvconform.refimpl.plan import Load, ReferenceMetadata, Save
+from kvconform.refimpl.tracking import Tracked
 from kvconform.refimpl.variants.tiers import Tiered
 
 if TYPE_CHECKING:
@@ -19,6 +21,19 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+
+class FillsUp(ReferenceConnector):
+    """Has room for twenty chunks, and never replaces one: it stops storing when they are taken."""
+
+    _taken = 0
+
+    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
+        save = super()._plan_save(tracked, end, scheduled, final)
+        if self._taken + len(save.pieces) > 20:
+            return replace(save, pieces=())
+        self._taken += len(save.pieces)
+        return save
 
 
 # -- holds

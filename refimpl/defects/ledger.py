@@ -33,6 +33,15 @@ class WrongParent(ReferenceConnector):
         return events
 
 
+class WrongWhenSwitchedOn(WrongParent):
+    """Publishes events only where the operator has switched them on, and then wrong ones."""
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        events = super().take_events()
+        config = self._vllm_config.kv_events_config
+        return events if config is not None and config.enable_kv_cache_events else []
+
+
 class ParentOfBatch(ReferenceConnector):
     """Takes the block that a step stored before for the parent, not the one before it (B151).
 

@@ -146,6 +146,14 @@ class SavesAcrossReset(ReferenceConnector):
         super()._save(self._store.epoch(), save, layers)
 
 
+class LoadsAcrossReset(ReferenceConnector):
+    """Takes chunks that a reset has removed under a load for loaded."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed = super().get_block_ids_with_load_errors()
+        return set() if self._store.epoch() else failed
+
+
 class ShutdownOnce(ReferenceConnector):
     """Cannot be shut down twice (B132)."""
 
