@@ -299,6 +299,13 @@ class Observer:
             kept.append(chain)
         self.memory.kept(kept)
 
+    def _keep_loading(self) -> None:
+        """Note what requests are loading during a reset: they have it afterwards."""
+        for grant in self._loads.open_grants():
+            request = self.view.scheduler.requests.get(grant.req)
+            if request is not None and not request.is_finished():
+                self._kept(request, grant.end)
+
     # -- plans
     def planned(self, entry: Mapping[str, Any], slots: int | None) -> None:
         """Emit an entry of the plan that an Inspector has read from a step's metadata.
@@ -479,6 +486,7 @@ class Observer:
         self._emit_reset("returned", call.result)
         if call.result is not False:
             self.memory.reset(self.view.held_contents())
+            self._keep_loading()
             self._reset_seen = True
             self.reset_after = self.trace.step
             self._lost()
@@ -489,6 +497,7 @@ class Observer:
         It may save again what its requests hold.
         """
         self.memory.kept(self.view.held_contents())
+        self._keep_loading()
         self._lost()
 
     def _lost(self) -> None:

@@ -462,7 +462,9 @@ def _shape(op: str, event: Any, hashes: list[Any], tokens: list[int], size: Any)
         return ""
     if not hashes or not all(isinstance(key, (bytes, int)) for key in hashes):
         return "block_hashes are missing or not hashes"
-    if op == "stored" and (type(size) is not int or size <= 0 or len(tokens) != len(hashes) * size):
+    # vLLM's placeholder only names hashes.
+    describes = op == "stored" and (tokens or event.parent_block_hash is not None)
+    if describes and (type(size) is not int or size <= 0 or len(tokens) != len(hashes) * size):
         return f"{len(tokens)} token_ids for {len(hashes)} blocks of {size}"
     return "" if isinstance(event.medium, str) else "medium is missing"
 
