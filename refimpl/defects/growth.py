@@ -57,6 +57,14 @@ class KeepsFutures(_Kept):
         self.__dict__.setdefault("_futures", []).append(Future())
 
 
+class KeepsFuturesOfLaterRanks(KeepsFutures):
+    """Keeps the future of every load on all ranks but the first."""
+
+    def _leave(self) -> None:
+        if self._vllm_config.parallel_config.rank:
+            super()._leave()
+
+
 _BUFFERS: list[torch.Tensor] = []
 
 
