@@ -566,6 +566,10 @@ PROPERTIES: dict[str, Callable[[Case], bool]] = {
     "unknown-peer": lambda case: _alters_params(case, to_nothing=False),
     "incomplete-params": lambda case: _alters_params(case, to_nothing=True),
     "common-reset": _resets_common_store,
+    "reset-before-work": lambda case: (
+        "late-workers" in case.policies
+        and any(step.op == "reset" and step.arg.connector for step in case.steps)
+    ),
     "other-model": lambda case: any(
         each.model or each.revision or each.quantization or each.hf_overrides
         for each in case.changes

@@ -115,6 +115,8 @@ class _Watch:
         self.note: mmap.mmap | None = None
         self.owner: int | None = None
         self.running = False
+        self.rounds = threading.Lock()
+        """Held during a round of the daemon thread: after `stop`, none may set a timer or signal."""
         self.log: IO[Any] | None = None
         self.fires = 0.0
         """When the timer of `faulthandler` ends the process, unless it is postponed."""
@@ -151,24 +153,28 @@ class _Watch:
         """Check the deadlines until `stop`; the body of the daemon thread."""
         while self.running:
             time.sleep(0.1)
-            if not self.running:
-                return
-            deadline, serial, now = self.deadline, self.serial, clock.monotonic()
-            self.push_back(deadline, now)
-            if self.case_deadline is not None and now > self.case_deadline:
-                self.die(now)
-            if deadline is None or now < deadline:
-                continue
-            if self.expired is None or self.expired[0] != serial:
-                self.expired = (serial, now)
-                if self.owner is not None:
-                    signal.pthread_kill(self.owner, _SIGNAL)
-            elif (
-                now > self.expired[1] + self.grace
-                and serial == self.serial
-                and self.deadline is not None
-            ):
-                self.die(now)
+            with self.rounds:
+                if self.running:
+                    self.round()
+
+    def round(self) -> None:
+        """Check the deadlines once."""
+        deadline, serial, now = self.deadline, self.serial, clock.monotonic()
+        self.push_back(deadline, now)
+        if self.case_deadline is not None and now > self.case_deadline:
+            self.die(now)
+        if deadline is None or now < deadline:
+            return
+        if self.expired is None or self.expired[0] != serial:
+            self.expired = (serial, now)
+            if self.owner is not None:
+                signal.pthread_kill(self.owner, _SIGNAL)
+        elif (
+            now > self.expired[1] + self.grace
+            and serial == self.serial
+            and self.deadline is not None
+        ):
+            self.die(now)
 
     def die(self, now: float) -> None:
         self.write(now, self.allowed, self.name if self.deadline is not None else "", hung=True)
@@ -309,12 +315,13 @@ def _open_note(note: Path) -> None:
 
 
 def stop() -> None:
-    """Stop watching; the daemon thread ends by itself at its next check."""
+    """Stop watching; the daemon thread ends by itself before its next round."""
     global _watch
     if not _watch.running:
         return
-    _watch.running = False
-    faulthandler.cancel_dump_traceback_later()
+    with _watch.rounds:
+        _watch.running = False
+        faulthandler.cancel_dump_traceback_later()
     if _watch.owner is not None:
         signal.signal(_SIGNAL, signal.SIG_DFL)
     _watch = _Watch()

@@ -124,3 +124,34 @@ def test_c_code_that_keeps_the_interpreter_lock(tmp_path: Path) -> None:
 
 def test_no_note(tmp_path: Path) -> None:
     assert watchdog.read_note(tmp_path / "none") is None
+
+
+STOPPING = """
+import sys, threading, time
+from pathlib import Path
+from kvconform.process import watchdog
+begun = threading.Event()
+push_back = watchdog._Watch.push_back
+def slowly(watch, deadline, now):
+    begun.set()
+    time.sleep(0.5)
+    push_back(watch, deadline, now)
+watchdog._Watch.push_back = slowly
+watchdog.start(0.1, Path(sys.argv[1]), grace=0.1)
+with watchdog.case("some.case[v]"):
+    begun.wait()
+    watchdog.stop()
+    time.sleep(4.5)  # longer than the timer of faulthandler
+print("alive")
+"""
+
+
+def test_a_watchdog_that_is_stopped_ends_no_process_later(tmp_path: Path) -> None:
+    """`stop` may come while the daemon thread is about to set the timer again."""
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPING, str(tmp_path / "n")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
