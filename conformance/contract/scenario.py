@@ -207,7 +207,8 @@ class Request(Model):
     at: Count = 0
     family: Count = 0
     lead: Count = Field(
-        default=0, description="tokens of its own before those of the family, which move by them"
+        default=0,
+        description="tokens before those of the family, the same in all requests with as many",
     )
     shared: Count = 0
     tail: Count = 0

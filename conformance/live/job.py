@@ -292,7 +292,7 @@ def _requests(requests: Sequence[Request], seed: int, entrypoint: Entrypoint | N
         own = number if request.own is None else request.own
         family = tokens(FAMILY, seed, "family", request.family)
         ids = [
-            *tokens(request.lead, seed, "lead", own),
+            *tokens(request.lead, seed, "lead", request.lead),
             *family[: request.shared],
             *tokens(request.tail, seed, "own", own),
         ]

@@ -29,6 +29,13 @@ class KeepsPositions(Blending):
         pass
 
 
+class TurnsBack(Blending):
+    """Turns keys by the right distance in the wrong direction."""
+
+    def _turn(self, layer: str, slots: Sequence[int], by: int) -> None:
+        super()._turn(layer, slots, -by)
+
+
 class RecomputesNothing(Blending):
     """Declares that a part of the tokens is computed again, and claims all that it finds."""
 

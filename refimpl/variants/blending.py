@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CONTEXT = "context"
 """Name under which a chunk's context is stored, next to its layers."""
 SHARE = 0.15
-DEVIATION = 0.9
+DEVIATION = 1.0
 
 
 @dataclass(frozen=True)
