@@ -177,9 +177,7 @@ class BlockOracle:
             if self.bad & {one.block, *one.upon}:
                 self.book.spoil(one.content, block)
             else:
-                self.book.enter(
-                    one.content, one.plain, one.req, one.index, block, alone=one.alone
-                )
+                self.book.enter(one.content, one.plain, one.req, one.index, block, alone=one.alone)
 
     def poison_fresh(self) -> None:
         """Poison the newly allocated blocks. Call after handle_preemptions, before any load."""

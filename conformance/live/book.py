@@ -42,9 +42,9 @@ class Finding(NamedTuple):
 
     `verdict`: exact, close, reused (computed behind other tokens), wrong or unknown. `error`: the
     largest difference, as a part of the largest value; of a reused block, its deviation
-    (Book._deviation). For a wrong block: the first wrong `layer`, what the bytes are (`found`, one of
-    kvconform.contract.events.PROVENANCE; None if the model computed them upon KV that was found to
-    be wrong before), and in words where they come from (`origin`).
+    (Book._deviation). For a wrong block: the first wrong `layer`, what the bytes are (`found`, one
+    of kvconform.contract.events.PROVENANCE; None if the model computed them upon KV that was found
+    to be wrong before), and in words where they come from (`origin`).
     """
 
     verdict: str

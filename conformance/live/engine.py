@@ -74,7 +74,8 @@ def make_run(
 
     Writes below `tmp` only, apart from what the faults of the phases do to `servers`. `pace`: the
     seconds that the baseline run took on this machine; the time limits grow with it.
-    `tolerances`: how far loaded KV may be off. Raises RuntimeError if a fault could not be carried out.
+    `tolerances`: how far loaded KV may be off. Raises RuntimeError if a fault could not be carried
+    out.
     """
     tmp.mkdir(parents=True, exist_ok=True)
     for name in ("tmp", "trace", "work", "connector", "desk"):

@@ -145,7 +145,6 @@ class Roster:
             chain.append(tokens[position])
         return chain.ids, chain.plain
 
-
     def alone(self, request: Any, index: int) -> int:
         """Return an id of one whole block of a request, whatever is before it.
 

@@ -27,6 +27,10 @@ CONTEXT = "context"
 """Name under which a chunk's context is stored, next to its layers."""
 SHARE = 0.15
 DEVIATION = 1.0
+"""Tolerance for reused KV in the layers behind the first, on the tiny model of engine `live`.
+
+The texts of `live.blended` deviate by up to 0.86; KV of other tokens would by about 1.4.
+"""
 
 
 @dataclass(frozen=True)
