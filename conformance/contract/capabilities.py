@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -88,7 +90,11 @@ CAPABILITIES: dict[str, Capability] = {
         "stores or loads less, or nothing, when it is busy or when it is not worth it",
     ),
     "synthesises_kv": Capability(False, _YES_NO, "makes KV that no engine computed"),
-    "non_prefix_reuse": Capability(False, _YES_NO, "reuses KV of content that is not a prefix"),
+    "non_prefix_reuse": Capability(
+        False,
+        (bool | Annotated[float, Field(gt=0)], "true, false or a tolerance such as 0.5"),
+        "reuses KV of content that is not a prefix (false, true, or how far that KV may be off)",
+    ),
     "recomputes": Capability(
         0.0,
         (Annotated[float, Field(ge=0, lt=1)], "a part of 1, such as 0.15"),
@@ -206,11 +212,38 @@ def tolerance(lossy: bool | float) -> float:
     return min(float(lossy), MOST_LOSSY)
 
 
-def tolerance_of_real_values(lossy: bool | float) -> float | None:
-    """Return how far loaded KV of a real model may be off, as a fraction of the largest value.
+@dataclass(frozen=True, slots=True)
+class Tolerances:
+    """How far loaded KV of a real model may be off.
 
-    It is the declared tolerance, or MOST_LOSSY if that is only `true`. None if nothing may be lost.
+    `lossy`: the largest difference, as a part of the largest value; None if nothing may be lost.
+    `reused`: of KV that was computed behind other tokens, the root mean square of the difference
+    of a layer, as a part of that of its values; infinite if the connector declares no number, None
+    if it reuses prefixes only.
     """
-    if lossy is False:
-        return None
-    return MOST_LOSSY if lossy is True else float(lossy)
+
+    lossy: float | None = None
+    reused: float | None = None
+
+    @classmethod
+    def of(cls, caps: dict[str, Any]) -> Tolerances:
+        """Return those that the capabilities declare."""
+        lossy = caps["lossy"]
+        reused = caps["non_prefix_reuse"]
+        return cls(
+            lossy=None if lossy is False else MOST_LOSSY if lossy is True else float(lossy),
+            reused=None if reused is False else inf if reused is True else float(reused),
+        )
+
+    def encode(self) -> str:
+        """Return a text for `decode`."""
+        return json.dumps([self.lossy, self.reused])
+
+    @classmethod
+    def decode(cls, text: str) -> Tolerances:
+        """Undo `encode`."""
+        return cls(*json.loads(text))
+
+
+EXACT = Tolerances()
+"""Those of a connector that declares none."""

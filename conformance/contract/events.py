@@ -778,12 +778,13 @@ _kind(
     "live.load",
     "live",
     "req:str generation:int transfer:str? is_async:bool granted:int blocks:int exact:list "
-    "close:list wrong:list missing:list unknown:list error:float reported_failed:bool "
+    "close:list reused:list wrong:list missing:list unknown:list error:float reported_failed:bool "
     "rank:int",
     "The engine relies on a load. Of the `blocks` whole blocks that it was to fill: exact = "
-    "bytes that the model computed for these tokens, close = within rounding, wrong, missing "
-    "= never written, unknown = the model has not computed these tokens; error = largest "
-    "difference, as a fraction of the largest value.",
+    "bytes that the model computed for these tokens, close = within rounding, reused = computed "
+    "behind other tokens, wrong, missing = never written, unknown = the model has not computed "
+    "these tokens; error = largest difference, as a fraction of the largest value; of reused "
+    "blocks, the root mean square of that of a layer, as a fraction of that of its values.",
 )
 _kind(
     "live.phase",

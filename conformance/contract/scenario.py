@@ -195,7 +195,8 @@ SITUATIONS: dict[PairPlay, tuple[str, ...]] = {
 class Request(Model):
     """One request of a workload without phases, which arrives before step `at`.
 
-    Its prompt is the first `shared` tokens of family `family`, and `tail` tokens of its own.
+    Its prompt is `lead` tokens, the first `shared` tokens of family `family`, and `tail` tokens of
+    its own.
     At an entrypoint, requests with the same `at` run concurrently, and the next ones are sent when
     these are answered; `salt`, `lora`, `embeds` and `image` need an entrypoint.
     `abort`: it is aborted this many steps after its arrival. In a pair, requests with the same `at`
@@ -205,6 +206,10 @@ class Request(Model):
 
     at: Count = 0
     family: Count = 0
+    lead: Count = Field(
+        default=0,
+        description="tokens before those of the family, the same in all requests with as many",
+    )
     shared: Count = 0
     tail: Count = 0
     own: Count | None = Field(

@@ -177,7 +177,7 @@ class BlockOracle:
             if self.bad & {one.block, *one.upon}:
                 self.book.spoil(one.content, block)
             else:
-                self.book.enter(one.content, one.plain, one.req, one.index, block)
+                self.book.enter(one.content, one.plain, one.req, one.index, block, alone=one.alone)
 
     def poison_fresh(self) -> None:
         """Poison the newly allocated blocks. Call after handle_preemptions, before any load."""
@@ -271,18 +271,21 @@ class BlockOracle:
         for number in mine:
             if number not in missing:
                 block = self.blocks.read(load.block(number))
-                found[number] = self.book.compare(block, grant.contents, number)
+                alone = grant.alone[number] if number < len(grant.alone) else 0
+                found[number] = self.book.compare(block, grant.contents, number, alone)
         lists = {
             verdict: [n for n, finding in found.items() if finding.verdict == verdict]
-            for verdict in ("exact", "close", "wrong", "unknown")
+            for verdict in ("exact", "close", "reused", "wrong", "unknown")
         }
         affected = {load.block(n) for n in (*missing, *lists["wrong"])}
         reported = self._reported(load, affected)
         self.bad |= affected | (load.touched if reported else set())
+        self.bad |= {load.block(n) for n in lists["reused"]}
         nothing_known = len(lists["unknown"]) == len(found)
+        self._blended(load, found)
         if missing or not nothing_known:
             self._judge(load, missing, found)
-        errors = [f.error for f in found.values() if f.verdict in ("close", "wrong")]
+        errors = [f.error for f in found.values() if f.verdict in ("close", "reused", "wrong")]
         self.trace.emit(
             "live.load",
             req=grant.req,
@@ -296,6 +299,23 @@ class BlockOracle:
             reported_failed=reported,
             rank=0,
             error=max(errors, default=0.0),
+        )
+
+    def _blended(self, load: Load, found: dict[int, Finding]) -> None:
+        """Emit load.blended if some blocks of a load were computed behind other tokens."""
+        other = ("other_prefix", "old_position")
+        blended = [n for n, f in found.items() if f.verdict == "reused" or f.found in other]
+        if not blended:
+            return
+        grant = load.grant
+        reused = len(blended) * self.blocks.size
+        self.trace.emit(
+            "load.blended",
+            req=grant.req,
+            generation=grant.generation,
+            transfer=grant.transfer,
+            reused=reused,
+            again=grant.known - min(blended) * self.blocks.size - reused,
         )
 
     def _reported(self, load: Load, affected: set[int]) -> bool:

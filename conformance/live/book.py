@@ -6,6 +6,10 @@ set). So whole blocks are compared, element by element. KV of the same tokens th
 another batch differs in its last bits, due to rounding. So several versions of a block are kept,
 and a block that is close to one of them is distinguished from a wrong one. KV of a lossy connector
 is close within the tolerance that it declares.
+
+KV of the same tokens behind other tokens is the same in the first layer, if its keys are turned to
+their positions. In later layers it differs by the attention to what is before, so it is compared by
+distance with the tolerance that a connector declares for its reuse.
 """
 
 from __future__ import annotations
@@ -36,10 +40,11 @@ LIMIT = 512 << 20
 class Finding(NamedTuple):
     """Result of the comparison of a loaded block.
 
-    `verdict`: exact, close, wrong or unknown. `error`: the largest difference, as a part of the
-    largest value. For a wrong block: the first wrong `layer`, what the bytes are (`found`, one of
-    kvconform.contract.events.PROVENANCE; None if the model computed them upon KV that was found to
-    be wrong before), and in words where they come from (`origin`).
+    `verdict`: exact, close, reused (computed behind other tokens), wrong or unknown. `error`: the
+    largest difference, as a part of the largest value; of a reused block, its deviation
+    (Book._deviation). For a wrong block: the first wrong `layer`, what the bytes are (`found`, one
+    of kvconform.contract.events.PROVENANCE; None if the model computed them upon KV that was found
+    to be wrong before), and in words where they come from (`origin`).
     """
 
     verdict: str
@@ -67,7 +72,7 @@ class Record:
     `req`, `index`: the request that computed it first, and the number of its block. `plain`: the
     id of the same tokens under no identity. `versions`: the KV [layers, elements], each version
     that was computed. `own`: this engine computed one of them. `dropped`: it computed another one,
-    which is not kept.
+    which is not kept. `alone`: the id of the block's tokens by themselves; 0 for none.
     """
 
     req: str
@@ -76,21 +81,25 @@ class Record:
     versions: list[torch.Tensor] = field(default_factory=list)
     own: bool = False
     dropped: bool = False
+    alone: int = 0
 
 
 class Book:
     """Records by content id of the last token.
 
     `tolerance`: that of a lossy connector, as a part of a layer's largest value; else None.
+    `reused`: largest deviation of KV that a connector reuses behind other tokens; None if it may
+    reuse prefixes only.
     `unseen`: content ids of blocks that this engine also filled without a record of it.
     `computed`: content ids, and plain ids, of all positions that the baseline run computed.
     `poisoners`: by poison value, the fresh blocks that were filled with it, the last one last.
     There are 64 values, so they repeat.
     """
 
-    def __init__(self, tolerance: float | None = None) -> None:
+    def __init__(self, tolerance: float | None = None, reused: float | None = None) -> None:
         self.lossy = tolerance is not None
         self.tolerance = CLOSE if tolerance is None else tolerance
+        self.reused = reused
         self.records: dict[int, Record] = {}
         self.computed: tuple[set[int], set[int]] = (set(), set())
         self.poisoners: dict[float, list[Poisoned]] = {}
@@ -109,12 +118,13 @@ class Book:
         block: torch.Tensor,
         *,
         own: bool = True,
+        alone: int = 0,
     ) -> None:
         """Record a block [layers, elements] that the model computed.
 
         Keeps no second copy of the same bytes, and none beyond a limit. `own`: this engine did.
         """
-        record = self.records.setdefault(content, Record(req, index, plain))
+        record = self.records.setdefault(content, Record(req, index, plain, alone=alone))
         record.own = record.own or own
         if self.lossy:
             self._largest = torch.maximum(self._largest, block.float().nan_to_num().abs().amax(1))
@@ -133,10 +143,13 @@ class Book:
         """Record a block [layers, elements] that the model computed upon wrong KV."""
         self._spoiled.update((content, _print(row)) for row in block)
 
-    def compare(self, block: torch.Tensor, contents: list[tuple[int, int]], index: int) -> Finding:
+    def compare(
+        self, block: torch.Tensor, contents: list[tuple[int, int]], index: int, alone: int = 0
+    ) -> Finding:
         """Compare bytes that were loaded as block `index` of a request.
 
-        `contents`: (content id, plain id) of each of the request's blocks. Changes nothing.
+        `contents`: (content id, plain id) of each of the request's blocks. `alone`: the id of this
+        block's tokens by themselves. Changes nothing.
         """
         record = self.records.get(contents[index][0]) if index < len(contents) else None
         if record is None or not record.versions:
@@ -154,13 +167,46 @@ class Book:
         if self.lossy and contents[index][0] in self.unseen:
             return Finding("unknown", worst)
         layer = int((errors > allowed).nonzero()[0])
-        found, origin = self._diagnose(block[layer], layer, contents, index)
+        if self.reused is not None and layer > 0:
+            return self._compare_reused(block, record, contents[index][0])
+        found, origin = self._diagnose(block[layer], layer, contents, index, alone)
         if found == "unknown" and worst <= MUCH:
             origin = (
                 f"bytes that differ from the KV of these tokens by {worst:.1%} of the layer's "
                 f"largest value; {allowed:.1%} is allowed"
             )
         return Finding("wrong", worst, layer, found, origin)
+
+    def _compare_reused(self, block: torch.Tensor, record: Record, content: int) -> Finding:
+        """Compare a block whose first layer is right, so its tokens and positions are.
+
+        Nothing is known of a block that the model itself computed upon reused KV.
+        """
+        assert self.reused is not None
+        if all((content, _print(row)) in self._spoiled for row in block[1:]):
+            return Finding("unknown")
+        deviations = min(
+            (self._deviation(block, version) for version in record.versions),
+            key=lambda deviations: float(deviations.max()),
+        )
+        worst = float(deviations.max())
+        if worst <= self.reused:
+            return Finding("reused", worst)
+        layer = int((deviations > self.reused).nonzero()[0])
+        origin = (
+            f"bytes that deviate by {float(deviations[layer]):.0%} from the KV of these tokens"
+            f" behind the tokens before them; {self.reused:.0%} is declared (non_prefix_reuse)"
+        )
+        return Finding("wrong", worst, layer, "unknown", origin)
+
+    def _deviation(self, block: torch.Tensor, version: torch.Tensor) -> torch.Tensor:
+        """Return the root mean square of the difference [layers], as a part of that of the values.
+
+        A layer that holds a NaN has an infinite deviation.
+        """
+        want = version.float()
+        errors = (block.float() - want).norm(dim=1) / want.norm(dim=1).clamp_min(1e-20)
+        return torch.nan_to_num(errors, nan=float("inf"))
 
     def _allowed(self, record: Record) -> float:
         """Return the largest permitted difference of a loaded block.
@@ -185,7 +231,12 @@ class Book:
         return torch.nan_to_num(errors, nan=float("inf"))
 
     def _diagnose(
-        self, row: torch.Tensor, layer: int, contents: list[tuple[int, int]], index: int
+        self,
+        row: torch.Tensor,
+        layer: int,
+        contents: list[tuple[int, int]],
+        index: int,
+        alone: int,
     ) -> tuple[str | None, str]:
         """Return what the wrong bytes of one layer are, and in words where they come from."""
         if not bool(row.any()):
@@ -209,6 +260,8 @@ class Book:
             return "other_position", origin
         if record.plain in [plain for _, plain in contents]:
             return "other_identity", origin
+        if alone and record.alone == alone:
+            return ("other_prefix" if record.index == index else "old_position"), origin
         return "other_tokens", origin
 
     def _poison(self, blocks: list[Poisoned], content: int) -> tuple[str, str]:
@@ -246,7 +299,9 @@ class Book:
         for content, record in self.records.items():
             for number, version in enumerate(record.versions):
                 tensors[f"{content:016x}.{number}"] = version
-            about[f"{content:016x}"] = json.dumps([record.plain, record.index, record.req])
+            about[f"{content:016x}"] = json.dumps(
+                [record.plain, record.index, record.req, record.alone]
+            )
         save_file(tensors, path, metadata=about)
 
     def load(self, path: Path) -> None:
@@ -260,9 +315,9 @@ class Book:
                 self.computed[name == "plain."].update(number & _MASK for number in block.tolist())
                 continue
             content = name.partition(".")[0]
-            plain, index, req = json.loads(about[content])
+            plain, index, req, alone = json.loads(about[content])
             owner = f"{req} of the baseline run"
-            self.enter(int(content, 16), plain, owner, index, block, own=False)
+            self.enter(int(content, 16), plain, owner, index, block, own=False, alone=alone)
 
 
 def _packed(ids: set[int]) -> torch.Tensor:

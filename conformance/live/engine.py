@@ -13,6 +13,7 @@ from typing import Any
 from kvconform.adapters.registry import ENVIRONMENT as ADAPTERS
 from kvconform.config.settings import HASH_SEED
 from kvconform.config.target import Target
+from kvconform.contract.capabilities import EXACT, Tolerances
 from kvconform.contract.scenario import BLOCK_SIZE, Start
 from kvconform.live.job import JOB, Ask, Job, Outcome, Play
 from kvconform.live.outage import Attendant, seconds
@@ -32,8 +33,8 @@ This matters only on a machine where the baseline run is slow; otherwise LIMIT i
 """
 BOOK = "KVCONFORM_LIVE_BOOK"
 """Environment variable of the probe: the file with the KV that the baseline run computed."""
-TOLERANCE = "KVCONFORM_LIVE_TOLERANCE"
-"""Environment variable of the probe: the tolerance that a lossy connector declares."""
+TOLERANCES = "KVCONFORM_LIVE_TOLERANCES"
+"""Environment variable of the probe: the encoded Tolerances that the connector declares."""
 
 
 @dataclass
@@ -67,13 +68,14 @@ def make_run(
     on_failure: str = "recompute",
     servers: Sequence[Servers] = (),
     pace: float = 0.0,
-    tolerance: float | None = None,
+    tolerances: Tolerances = EXACT,
 ) -> Made:
     """Make a run, in a child process that has ended when this returns.
 
     Writes below `tmp` only, apart from what the faults of the phases do to `servers`. `pace`: the
-    seconds that the baseline run took on this machine; the time limits grow with it. `tolerance`:
-    that of a lossy connector. Raises RuntimeError if a fault could not be carried out.
+    seconds that the baseline run took on this machine; the time limits grow with it.
+    `tolerances`: how far loaded KV may be off. Raises RuntimeError if a fault could not be carried
+    out.
     """
     tmp.mkdir(parents=True, exist_ok=True)
     for name in ("tmp", "trace", "work", "connector", "desk"):
@@ -110,8 +112,7 @@ def make_run(
         environment.pop(FAULT, None)
     if book is not None:
         environment[BOOK] = str(book)
-    if tolerance is not None:
-        environment[TOLERANCE] = str(tolerance)
+    environment[TOLERANCES] = tolerances.encode()
     if start.scheduling == "async":
         environment[CPU_ASYNC] = "1"
     if target is not None and target.device == "emulated":

@@ -291,7 +291,11 @@ def _requests(requests: Sequence[Request], seed: int, entrypoint: Entrypoint | N
             began = request.at
         own = number if request.own is None else request.own
         family = tokens(FAMILY, seed, "family", request.family)
-        ids = family[: request.shared] + tokens(request.tail, seed, "own", own)
+        ids = [
+            *tokens(request.lead, seed, "lead", request.lead),
+            *family[: request.shared],
+            *tokens(request.tail, seed, "own", own),
+        ]
         if request.embeds is not None:
             ids = [0] * len(ids)
         parts[-1].append(

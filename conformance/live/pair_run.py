@@ -16,12 +16,13 @@ from typing import Any
 from kvconform.adapters.registry import ENVIRONMENT as ADAPTERS
 from kvconform.config.router import Checked, Params
 from kvconform.config.target import Target
+from kvconform.contract.capabilities import EXACT, Tolerances
 from kvconform.contract.case import Variant
 from kvconform.contract.scenario import Scenario
 from kvconform.contract.trace import Event
 from kvconform.live import trace as traces
 from kvconform.live.baseline import Plains
-from kvconform.live.engine import BOOK, TOLERANCE, Made, import_path, patience, transfer_of
+from kvconform.live.engine import BOOK, TOLERANCES, Made, import_path, patience, transfer_of
 from kvconform.live.events import bare, missing, own_events
 from kvconform.live.job import (
     SHARED,
@@ -71,10 +72,10 @@ class Pair:
         tmp: Path,
         model: Path,
         book: Path,
-        tolerance: float | None,
+        tolerances: Tolerances,
     ) -> None:
         self.plain = plain
-        self.tolerance = tolerance
+        self.tolerances = tolerances
         self.tmp = tmp
         names = [ask.id for play in plays(scenario, None, 0) for ask in play.asks]
         self.requests = list(zip(names, scenario.requests, strict=True))
@@ -118,9 +119,8 @@ class Pair:
             ADAPTERS: ",".join(target.adapters),
             BOOK: str(book),
             SHARED: "1",  # the consumer loads what the producer has computed
+            TOLERANCES: self.tolerances.encode(),
         }
-        if self.tolerance is not None:
-            environment[TOLERANCE] = str(self.tolerance)
         if target.device == "emulated":
             environment[EMULATE] = "1"
         return PairEngine(name, job, tmp, environment)
@@ -368,20 +368,20 @@ def run_pair(
     tmp: Path,
     plain_runs: Plains,
     known: tuple[Outcome, Path] | None = None,
-    tolerance: float | None = None,
+    tolerances: Tolerances = EXACT,
 ) -> tuple[list[Event], list[str], Made, frozenset[str]]:
     """Run a scenario of a pair, below `tmp`.
 
     Returns its trace, messages about what was due and did not happen, how it was made, and the
     channels of the trace. `known`: a baseline run that contains all its requests, and its book, if
-    there is one. `tolerance`: that of a lossy connector. Raises RuntimeError if vLLM fails without
-    a connector.
+    there is one. `tolerances`: how far loaded KV may be off. Raises RuntimeError if vLLM fails
+    without a connector.
     """
     assert scenario.pair is not None
     plain, book = known or plain_runs.get(asked(scenario, seed))
     tmp.mkdir(parents=True, exist_ok=True)
     pair = Pair(
-        target, scenario, plain, tmp=tmp, model=plain_runs.model, book=book, tolerance=tolerance
+        target, scenario, plain, tmp=tmp, model=plain_runs.model, book=book, tolerances=tolerances
     )
     outcome, ended = pair.outcome(scenario.pair)
     if scenario.pair == "killed":

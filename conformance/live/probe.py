@@ -19,6 +19,7 @@ import torch
 
 _THREADS = torch.get_num_threads()
 from kvconform.compat import vllm_api  # noqa: E402
+from kvconform.contract.capabilities import EXACT, Tolerances  # noqa: E402
 from kvconform.contract.events import crash, lifecycle, run_start  # noqa: E402
 
 # compat restricts torch to one thread; here vLLM's own model computes.
@@ -41,8 +42,8 @@ POISON = "KVCONFORM_LIVE_POISON"
 """Environment variable: "0" leaves newly allocated blocks without poison."""
 BOOK = "KVCONFORM_LIVE_BOOK"
 """Environment variable: a file with KV; the baseline run writes it, other runs read it."""
-TOLERANCE = "KVCONFORM_LIVE_TOLERANCE"
-"""Environment variable: the tolerance of a lossy connector, as a part of the largest value."""
+TOLERANCES = "KVCONFORM_LIVE_TOLERANCES"
+"""Environment variable: the encoded Tolerances that the connector declares."""
 PATIENCE = 2.0
 """Seconds that the connector's threads have to end after the shutdown."""
 _recorder: Recorder | None = None
@@ -72,8 +73,9 @@ class Recorder:
         self.trace = StreamTrace(path)
         self.probe = Probe(self.trace)
         Probe.active = self.probe
-        declared = os.environ.get(TOLERANCE)
-        self.book = Book(None if declared is None else float(declared))
+        declared = os.environ.get(TOLERANCES)
+        tolerances = EXACT if declared is None else Tolerances.decode(declared)
+        self.book = Book(tolerances.lossy, tolerances.reused)
         self.wishes = Wishes(poison=os.environ.get(POISON) != "0")
         self.scheduler: SchedulerProbe | None = None
         self.worker: WorkerProbe | None = None

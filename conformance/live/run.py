@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconform.config.target import Target
+from kvconform.contract.capabilities import EXACT, Tolerances
 from kvconform.contract.case import Variant
 from kvconform.contract.events import altered_in_entry
 from kvconform.contract.loader import Spec
@@ -51,12 +52,13 @@ def run_live(
     tmp: Path,
     plain_runs: Plains,
     known: Known | None = None,
-    tolerance: float | None = None,
+    tolerances: Tolerances = EXACT,
 ) -> tuple[LiveRun, Made]:
     """Run a scenario, below `tmp`; its trace has the probe's events and those of this process.
 
     `known`: a baseline run that contains all its requests, and its book, if there is one.
-    `tolerance`: that of a lossy connector. Raises RuntimeError if vLLM fails without a connector.
+    `tolerances`: how far loaded KV may be off. Raises RuntimeError if vLLM fails without a
+    connector.
     """
     if scenario.pair is not None:
         assert target is not None
@@ -68,7 +70,7 @@ def run_live(
             tmp=tmp,
             plain_runs=plain_runs,
             known=known,
-            tolerance=tolerance,
+            tolerances=tolerances,
         )
         return LiveRun(variant, events, channels, lacks=lacks), made
     wanted = plays(scenario, spec.workloads.get(scenario.workload or ""), seed)
@@ -85,7 +87,7 @@ def run_live(
         on_failure=scenario.on_failure,
         servers=Servers.active if scenario.faults else (),
         pace=float(plain.note.get("seconds", 0.0)),
-        tolerance=tolerance,
+        tolerances=tolerances,
     )
     events = _trace(scenario, variant, wanted, made, plain, seed, target)
     if any(e["kind"] == "live.tokens" and not e["same"] and not e["ambiguous"] for e in events):

@@ -278,7 +278,8 @@ class SchedulerProbe:
         size = self.loads.shape.block_size
         found = []
         for grant in fresh:
-            ids, plain = self.roster.chain(self.scheduler.requests[grant.req])
+            request = self.scheduler.requests[grant.req]
+            ids, plain = self.roster.chain(request)
             contents = [(ids[end - 1], plain[end - 1]) for end in range(size, len(ids) + 1, size)]
             found.append(
                 Granted(
@@ -290,6 +291,8 @@ class SchedulerProbe:
                     grant.is_async,
                     list(grant.tables[0]),
                     contents,
+                    [self.roster.alone(request, index) for index in range(len(contents))],
+                    len(ids),
                 )
             )
         return found
@@ -357,6 +360,7 @@ class SchedulerProbe:
                     request.request_id,
                     index,
                     tuple(table[:index]),
+                    self.roster.alone(request, index),
                 )
             )
 

@@ -17,7 +17,7 @@ import torch
 from kvconform.contract.case import GroupKind
 from kvconform.contract.trace import Event
 from kvconform.kv.cache import Group
-from kvconform.kv.provenance import Adapter, Chain, HandedOut, Identity
+from kvconform.kv.provenance import ROOT, Adapter, Chain, HandedOut, Identity, extend
 
 
 @dataclass
@@ -145,6 +145,17 @@ class Roster:
             chain.append(tokens[position])
         return chain.ids, chain.plain
 
+    def alone(self, request: Any, index: int) -> int:
+        """Return an id of one whole block of a request, whatever is before it.
+
+        It is that of the block's tokens under the request's identity.
+        """
+        chain = self.known[request.request_id].chain
+        found = ROOT
+        for position in range(index * self.block_size, (index + 1) * self.block_size):
+            found = extend(found, chain.tokens[position], chain.identity.own(position))
+        return found
+
 
 ATTRIBUTE = "kvconform_note"
 """Attribute of a SchedulerOutput that holds the StepNote; it is pickled with the output."""
@@ -156,7 +167,7 @@ class Named:
 
     `content`: the content id of its last token. `plain`: the id of the same tokens under no
     identity. `req`, `index`: the request, and the number of the block there. `upon`: ids of the
-    request's blocks before it.
+    request's blocks before it. `alone`: see Roster.
     """
 
     block: int
@@ -165,6 +176,7 @@ class Named:
     req: str
     index: int
     upon: tuple[int, ...] = ()
+    alone: int = 0
 
 
 @dataclass
@@ -172,7 +184,8 @@ class Granted:
     """A load that the engine granted in this step: positions [start, end) of a request.
 
     `table`: the request's whole block table. `contents`: (content id, plain id) of every block that
-    the request's known tokens fill, from the first.
+    the request's known tokens fill, from the first. `alone`: see Roster, of each of
+    them. `known`: number of the request's tokens.
     """
 
     transfer: str
@@ -183,6 +196,8 @@ class Granted:
     is_async: bool
     table: list[int]
     contents: list[tuple[int, int]] = field(default_factory=list)
+    alone: list[int] = field(default_factory=list)
+    known: int = 0
 
 
 @dataclass

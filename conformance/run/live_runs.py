@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconform.config.target import Target
-from kvconform.contract.capabilities import complete, tolerance_of_real_values
+from kvconform.contract.capabilities import Tolerances, complete
 from kvconform.contract.case import Variant
 from kvconform.contract.loader import Spec
 from kvconform.contract.scenario import Scenario, lacking
@@ -55,7 +55,7 @@ def make_live_runs(variant: Variant, target: Target, spec: Spec, *, seed: int, t
             seed=seed,
             tmp=tmp,
             plain_runs=plains(),
-            tolerance=tolerance_of_real_values(profile.caps["lossy"]),
+            tolerances=Tolerances.of(profile.caps),
         )
         if made.ended.stuck:
             stuck = ", ".join(made.ended.stuck)
@@ -154,7 +154,7 @@ def reduce_failures(
             tmp=here,
             plain_runs=plain_runs,
             known=known,
-            tolerance=tolerance_of_real_values(caps["lossy"]),
+            tolerances=Tolerances.of(caps),
         )
         again = judge([spec.requirements[name] for name in names], {"connector": found}, caps)
         shutil.rmtree(here, ignore_errors=True)

@@ -7,8 +7,6 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from kvconform.refimpl.keys import digest
 from kvconform.refimpl.variants.blending import Blending
 
@@ -27,8 +25,15 @@ class FindsOtherTokens(Blending):
 class KeepsPositions(Blending):
     """Copies the keys of a chunk as they are, wherever its tokens are found."""
 
-    def _turn(self, layer: torch.Tensor, slots: Sequence[int], by: int) -> None:
+    def _turn(self, layer: str, slots: Sequence[int], by: int) -> None:
         pass
+
+
+class TurnsBack(Blending):
+    """Turns keys by the right distance in the wrong direction."""
+
+    def _turn(self, layer: str, slots: Sequence[int], by: int) -> None:
+        super()._turn(layer, slots, -by)
 
 
 class RecomputesNothing(Blending):

@@ -31,11 +31,13 @@ def kv(seed: int, element: Any = torch.float32) -> Any:
 class Rig:
     """A worker of 12 blocks, whose model has computed three blocks in blocks 1 to 3 (request a)."""
 
-    def __init__(self, *, poison: bool = True, tolerance: float | None = None) -> None:
+    def __init__(
+        self, *, poison: bool = True, tolerance: float | None = None, reused: float | None = None
+    ) -> None:
         self.tensors = [torch.zeros(NUMBER, SIZE, WIDTH) for _ in range(LAYERS)]
         self.trace = Trace()
         self.blocks = Blocks(self.tensors, SIZE)
-        self.oracle = BlockOracle(self.trace, self.blocks, Book(tolerance), poison=poison)
+        self.oracle = BlockOracle(self.trace, self.blocks, Book(tolerance, reused), poison=poison)
         self.oracle.begin(
             StepNote(
                 1,
@@ -57,11 +59,12 @@ class Rig:
             self.tensors[number][block] = data[number].view(SIZE, WIDTH)
 
     def load(self, *, is_async: bool = False, start: int = 0, end: int = 12) -> None:
-        """Grant request b [start, end) of blocks 5 to 7 in step 2.
+        """Grant request b, of 14 tokens, [start, end) of blocks 5 to 7 in step 2.
 
         It computes at once unless the load is asynchronous.
         """
         granted = Granted("b#0.1", "b", 0, start, end, is_async, [5, 6, 7, 8], CONTENTS)
+        granted.alone, granted.known = [1, 2, 3], 14
         note = StepNote(
             2, named=self.named, granted=[granted], fresh=[HandedOut(b, "b") for b in (5, 6, 7, 8)]
         )
@@ -296,6 +299,73 @@ def test_only_whole_blocks_are_judged() -> None:
     rig.oracle.end()
     load = rig.kinds("live.load")[0]
     assert load["blocks"] == 1 and load["exact"] == [1] and load["missing"] == []
+
+
+def blended(reused: float | None, off: float, *, layer: int = 1) -> Rig:
+    """A rig whose load brings two blocks, the second with one layer that deviates by `off`."""
+    rig = Rig(reused=reused)
+    rig.load()
+    other = kv(1)
+    noise = kv(9)[layer]
+    other[layer] += noise * (off * other[layer].norm() / noise.norm())
+    for block, data in ((5, kv(0)), (6, other), (7, kv(2))):
+        rig.put(block, data)
+    rig.oracle.end()
+    return rig
+
+
+@pytest.mark.parametrize("declared, off", [(0.5, 0.49), (float("inf"), 5.0)])
+def test_kv_of_another_context_is_reused_within_the_declared_tolerance(
+    declared: float, off: float
+) -> None:
+    rig = blended(declared, off)
+    (load,), (event,) = rig.kinds("live.load"), rig.kinds("load.blended")
+    assert load["reused"] == [1] and load["exact"] == [0, 2]
+    assert load["error"] == pytest.approx(off)
+    assert (event["reused"], event["again"]) == (SIZE, 14 - 2 * SIZE)
+    assert not rig.kinds("kv.wrong")
+
+
+@pytest.mark.parametrize(
+    "declared, off, layer",
+    [
+        pytest.param(0.5, 0.51, 1, id="beyond-the-tolerance"),
+        pytest.param(0.5, 0.2, 0, id="in-the-first-layer"),
+        pytest.param(float("inf"), 0.2, 0, id="in-the-first-layer-without-a-tolerance"),
+        pytest.param(None, 0.2, 1, id="prefixes-only"),
+    ],
+)
+def test_kv_of_another_context_is_wrong_beyond_it(
+    declared: float | None, off: float, layer: int
+) -> None:
+    rig = blended(declared, off, layer=layer)
+    (load,), (wrong,) = rig.kinds("live.load"), rig.kinds("kv.wrong")
+    assert load["wrong"] == [1] and not load["reused"]
+    assert (wrong["req"], wrong["pos"], wrong["layer"]) == ("b", SIZE, layer)
+    assert ("51%" in wrong["origin"] and "50% is declared" in wrong["origin"]) == (off == 0.51)
+
+
+@pytest.mark.parametrize("index, found", [(1, "other_prefix"), (5, "old_position")])
+def test_kv_of_the_same_tokens_elsewhere_has_a_name(index: int, found: str) -> None:
+    rig = Rig(reused=0.5)
+    rig.oracle.book.enter(500, 5000, "c", index, kv(50), alone=2)
+    rig.load()
+    for block, data in ((5, kv(0)), (6, kv(50)), (7, kv(2))):
+        rig.put(block, data)
+    rig.oracle.end()
+    (wrong,) = rig.kinds("kv.wrong")
+    assert wrong["found"] == found and wrong["origin"] == f"block {index} of request c"
+    assert rig.kinds("load.blended")[0]["reused"] == SIZE
+
+
+def test_what_is_computed_upon_reused_kv_is_not_compared() -> None:
+    rig = blended(0.5, 0.4)
+    rig.oracle.book.enter(103, 1003, "c", 3, kv(3))
+    rig.put(8, computed := torch.stack([kv(3)[0], kv(8)[1]]))
+    rig.oracle.begin(StepNote(3, named=[Named(8, 103, 1003, "b", 3, (5, 6, 7))]))
+    contents = [*CONTENTS, (103, 1003)]
+    assert len(rig.oracle.book.records[103].versions) == 1
+    assert rig.oracle.book.compare(computed, contents, 3).verdict == "unknown"
 
 
 def test_nothing_is_said_about_tokens_that_the_model_has_not_computed() -> None:
