@@ -116,7 +116,7 @@ class _Watch:
         self.owner: int | None = None
         self.running = False
         self.rounds = threading.Lock()
-        """Held during a round of the daemon thread: after `stop`, none may set a timer or signal."""
+        """Held during a round of the daemon thread: none may set a timer or signal after `stop`."""
         self.log: IO[Any] | None = None
         self.fires = 0.0
         """When the timer of `faulthandler` ends the process, unless it is postponed."""
