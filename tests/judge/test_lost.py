@@ -25,7 +25,7 @@ STEP = {"kind": "worker.step_begin"}
 
 
 def numbered(*events: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{**event, "seq": seq} for seq, event in enumerate(events)]
+    return [{"step": 0, **event, "seq": seq} for seq, event in enumerate(events)]
 
 
 def rollback(computed: int, placeholders: int, known: int) -> dict[str, Any]:
