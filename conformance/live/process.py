@@ -27,7 +27,7 @@ from kvconform.process.supervisor import Shared, name_of, ports_of
 MARK = "KVCONFORM_LIVE_RUN"
 """Environment variable: the mark of a run."""
 LEAVE = 60.0
-"""Seconds that the child may take to exit after its last work; a running thread keeps it alive."""
+"""Seconds that the child has to exit after its work, at least; a running thread keeps it alive."""
 GRACE = 5.0
 """Seconds that the child's own processes may take to exit after the child."""
 EVERY = 0.25
@@ -63,8 +63,11 @@ def run(
 ) -> Ended:
     """Run `command` until it ends, or the time is up, and clean up after it.
 
-    The time is up after `limit` seconds, or LEAVE seconds after `over` was first true. Its output
-    goes to `log`. The clean-up is done also if an exception (for example an interrupt) is raised.
+    The time is up after `limit` seconds. After `over` was first true, it is up when as much time
+    has passed as before, and at least LEAVE seconds: on a busy machine, all takes longer.
+
+    Its output goes to `log`. The clean-up is done also if an exception (for example an interrupt)
+    is raised.
     """
     mark = uuid.uuid4().hex
     began = time.monotonic()
@@ -91,7 +94,8 @@ def run(
                     break
                 shared.look(_tree(child.pid))
                 if over():
-                    leave = min(leave, time.monotonic() + LEAVE)
+                    now = time.monotonic()
+                    leave = min(leave, now + max(LEAVE, now - began))
             if how == "timeout":
                 _dump_stacks(child, mark)
             found = Ended(how, abs(status), 0.0)
