@@ -70,10 +70,10 @@ def _sources(place: Path) -> Iterator[tuple[str, ast.Module]]:
             if place.is_dir():
                 continue
             for name in (name for node in ast.walk(tree) for name in imported(node)):
-                for beside in (place.parent / name, place.parent / f"{name}.py"):
-                    if beside.exists() and beside not in known:
-                        known.add(beside)
-                        waiting.append(beside)
+                for neighbour in (place.parent / name, place.parent / f"{name}.py"):
+                    if neighbour.exists() and neighbour not in known:
+                        known.add(neighbour)
+                        waiting.append(neighbour)
 
 
 def _keys(trees: Iterable[ast.Module]) -> list[str]:

@@ -64,6 +64,7 @@ class Executor:
         self.progress = 0
         """Counts the steps that computed something or finished a load."""
         self._overlaps = variant.scheduling == "async" and variant.depth > 1
+        self._late = variant.late
         self._siblings_load = bool(LOADING_SIBLINGS & set(variant.case.config.multi))
         self._received: set[str] = set()  # requests whose asynchronous load was just reported
         # Whether the compute stream waited for all work that a layer hook gave to other streams.
@@ -167,7 +168,7 @@ class Executor:
         return digest
 
     def _stirs(self, output: Any) -> None:
-        """Count a step that may shrink the store: when it is scheduled and when it is executed."""
+        """Count a step that may shrink the store, once more when late workers execute it."""
         leader = self.ranks.leader.worker
         failing = any(grant.req in leader.failing for grant in leader.oracle.open_grants())
         # What a load finds lost is lost for other requests before it is reported.
@@ -184,7 +185,8 @@ class Executor:
         first = len(self.trace.events)
         self.trace.emit("worker.step_begin")
         self._begin_reports()
-        self._stirs(output)
+        if self._late:
+            self._stirs(output)
         leader.scheduled = set(output.num_scheduled_tokens)
         leader.outdated = set()
         if flight.step <= self.observer.reset_after:

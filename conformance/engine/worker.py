@@ -116,8 +116,8 @@ class Reads:
 class Worker:
     """Executor of SchedulerOutputs on one rank.
 
-    `memory` is told of the content ids that now exist in an engine's cache. A step changes it, the
-    cache, the batch and the trace.
+    `memory` notes the content ids that now exist in an engine's cache. A step changes the memory,
+    the cache, the batch and the trace.
     """
 
     def __init__(

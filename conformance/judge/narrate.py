@@ -77,7 +77,7 @@ def _tell_apart(
 ) -> None:
     """Fill in how the two requests of a row differ whose KV was mixed up. Changes the row.
 
-    Causes are told apart by the first difference. The message about a lookup has it already.
+    The first difference tells causes apart. The message about a lookup names it already.
     """
     if not differs:
         return
