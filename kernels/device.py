@@ -46,9 +46,10 @@ __all__ = [
     "distance",
     "encode",
     "expected",
-    "lanes_of",
+    "groups_of",
     "mix",
     "on",
+    "origin_of",
     "program",
     "slots_of",
     "tl",
@@ -59,6 +60,8 @@ ROW_BYTES = 128
 
 These are whole cache lines of four rows, so that few threads compute the same row's code.
 """
+COPIED_BYTES = 512
+"""The same for rows that are copied, and not computed."""
 TILE_BYTES = 16384
 """Bytes of a program's tile: 128 per thread with 4 warps, so eight accesses of 16 bytes each."""
 TILE_ROWS = 64
@@ -102,9 +105,14 @@ class Cut(NamedTuple):
     even: bool
 
     @classmethod
-    def of(cls, rows: int, dim: int, itemsize: int) -> Cut:
-        """Return the division for `rows` rows of `dim` elements."""
-        most = min(ROW_BYTES // itemsize, 1 << (dim - 1).bit_length())
+    def of(cls, rows: int, dim: int, itemsize: int, copied: bool = False) -> Cut:
+        """Return the division for `rows` rows of `dim` elements.
+
+        `copied`: a program reads and writes chunk by chunk, so that a chunk has to be what
+        otherwise a tile is.
+        """
+        row_bytes = COPIED_BYTES if copied else ROW_BYTES
+        most = min(row_bytes // itemsize, 1 << (dim - 1).bit_length())
         lanes = most
         # 96 elements are divided into three times 32 rather than twice 64.
         while dim % lanes and lanes * itemsize > 64:
@@ -113,7 +121,8 @@ class Cut(NamedTuple):
             lanes = most
         chunks = -(-dim // lanes)
         tile = 16
-        while tile < TILE_ROWS and 2 * tile * chunks * lanes * itemsize <= TILE_BYTES:
+        row = lanes * itemsize * (1 if copied else chunks)
+        while tile < TILE_ROWS and 2 * tile * row <= TILE_BYTES:
             tile *= 2
         return cls(min(tile, 1 << max(0, rows - 1).bit_length()), lanes, chunks, dim % lanes == 0)
 
@@ -131,16 +140,23 @@ def mix(value):
 
 
 @triton.jit
-def encode(nibble, KIND: tl.constexpr):
-    """Return the bits (int32) of the integers 0..15 (int32) in the dtype of this kind.
+def encode(word, place, KIND: tl.constexpr):
+    """Return the bits (int32) of nibbles `place` (0..7) of words (uint32) in the dtype of KIND.
 
-    Adding and subtracting 2^23 gives the float32, at less cost than a conversion. The narrower
-    formats are its upper bits with another bias, for which 0 is clamped.
+    A float32 has the nibble in its mantissa, where it stands in the word, with the exponent that
+    makes it count as 0..15. Subtracting what the exponent stands for leaves the number. This costs
+    less than to shift and convert. The narrower formats are the upper bits of that with another
+    bias, for which 0 is clamped.
     """
     if KIND == 0:
-        return nibble
+        return ((word >> (place * 4).to(tl.uint32)) & 15).to(tl.int32)
     else:
-        bits = ((nibble | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0).to(
+        # A mantissa has 23 bits, so the upper nibbles are shifted down.
+        at = tl.where(place < 5, place * 4, place * 4 - 12)
+        near = tl.where(place < 5, word, word >> 12).to(tl.int32, bitcast=True)
+        one = 0x4B000000 - (at << 23)
+        number = (near & (15 << at)) | one
+        bits = (number.to(tl.float32, bitcast=True) - one.to(tl.float32, bitcast=True)).to(
             tl.int32, bitcast=True
         )
         if KIND == 1:
@@ -164,19 +180,29 @@ def eight(low, high, begin):
 
 
 @triton.jit
-def expected(content, first, side, head, group, nonce, KIND: tl.constexpr, EACH: tl.constexpr):
-    """Return the code's bits [rows, groups, EACH] (int32) of content ids [rows] int64.
+def expected(
+    content,
+    first,
+    side,
+    head,
+    group,
+    nonce,
+    KIND: tl.constexpr,
+    EACH: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    """Return the code's bits [rows, groups * EACH / PACK] (int32) of content ids [rows] int64.
 
-    They are those in groups [groups] of EACH lanes of one head's K or V; EACH is 8 or 16. Work that
-    depends on the row or on the group is done once for it; each element takes a shift, a mask and
-    the conversion to a float. `first`: the layer's `paged.first_key`.
+    They are those in groups [groups] of EACH (8 or 16) lanes of one head's K or V, with PACK lanes
+    in an integer. Work that depends on the row or on the group is done once for it. `first`: the
+    layer's `paged.first_key`.
     """
     key = mix((first + side * 4096 + head).to(tl.uint64))
     code = mix(content.to(tl.uint64, bitcast=True) ^ key)
     low = (code & 0xFFFFFFFF).to(tl.uint32)[:, None]
     high = ((code >> 32) & 0xFFFF).to(tl.uint32)[:, None]
     begin = (group * EACH % 12)[None, :]
-    place = tl.arange(0, EACH)[None, None, :]
+    place = (tl.arange(0, EACH // PACK) * PACK)[None, None, :]
     kept = (nonce.to(tl.uint32) & 0xFFFF) << 16
     if EACH == 8:
         word = eight(low, high, begin)
@@ -186,7 +212,13 @@ def expected(content, first, side, head, group, nonce, KIND: tl.constexpr, EACH:
         second = eight(low, high, tl.where(begin == 4, 0, tl.where(begin == 0, 8, 4)))
         second = tl.where((group == 0)[None, :], (second & 0xFFFF) | kept, second)[:, :, None]
         word = tl.where(place < 8, word, second)
-    return encode(((word >> (place % 8 * 4).to(tl.uint32)) & 15).to(tl.int32), KIND)
+    WIDTH: tl.constexpr = 8 if KIND < 2 else 16 if KIND < 4 else 32
+    bits = encode(word, place % 8, KIND)
+    for lane in tl.static_range(1, PACK):
+        bits |= encode(word, place % 8 + lane, KIND) << (lane * WIDTH)
+    # As many axes as the addresses have: Triton then gives neighbouring words to neighbouring
+    # threads, and an access of a warp is of whole rows.
+    return tl.reshape(bits, [content.shape[0], group.shape[0] * (EACH // PACK)])
 
 
 @triton.jit
@@ -198,9 +230,17 @@ def program(heads, SIDES: tl.constexpr):
 
 
 @triton.jit
-def lanes_of(group, EACH: tl.constexpr):
-    """Return the lanes [1, groups, EACH] of groups [groups]."""
-    return (group[:, None] * EACH + tl.arange(0, EACH)[None, :])[None, :, :]
+def origin_of(where, layer, ALIGN: tl.constexpr, PACK: tl.constexpr):
+    """Return the distance of a layer from the first, in integers of PACK elements."""
+    away = tl.multiple_of(tl.load(where + 2 * layer), ALIGN)
+    # A division by 1 is dropped, and with it what is said about its result.
+    return away if PACK == 1 else tl.multiple_of(away // PACK, ALIGN // PACK)
+
+
+@triton.jit
+def groups_of(chunk, LANES: tl.constexpr, EACH: tl.constexpr):
+    """Return the groups of EACH lanes in a chunk."""
+    return chunk * (LANES // EACH) + tl.arange(0, LANES // EACH)
 
 
 @triton.jit

@@ -16,8 +16,9 @@ import torch
 
 from kvconform.kernels.device import choose, mix, on, tl, triton
 from kvconform.kernels.lanes import mix64
-from kvconform.kernels.paged import Launch, Paged, strides_of
-from kvconform.kernels.rows import PIECE, wider
+from kvconform.kernels.paged import Paged
+from kvconform.kernels.rows import PIECE
+from kvconform.kernels.wide import wider
 
 WORD = 8
 """Bytes of a word."""
@@ -75,7 +76,7 @@ def digest_triton(paged: Paged, blocks: torch.Tensor, out: torch.Tensor) -> None
     words = -(-paged.dim * paged.itemsize // WORD)
     with on(paged.device):
         for launch in paged.launches:
-            wide = words_of(launch)
+            wide = launch.words.bits
             lanes = 1 << (wide.shape[-1] - 1).bit_length()
             lanes = min(lanes, 512 // wide.element_size())
             slots = 1 << (paged.size - 1).bit_length()
@@ -86,28 +87,19 @@ def digest_triton(paged: Paged, blocks: torch.Tensor, out: torch.Tensor) -> None
                 blocks,
                 out,
                 paged.blocks,
-                *strides_of(wide),
+                *launch.words.strides,
                 paged.heads,
                 wide.shape[-1],
                 words,
                 len(paged.numbers),
                 launch.start,
-                wide.element_size() // paged.itemsize,
+                launch.words.pack,
                 wide.element_size(),
                 paged.sides,
                 paged.size,
                 tile,
                 lanes,
             )
-
-
-def words_of(launch: Launch) -> torch.Tensor:
-    """Return the first layer's bits as the widest possible integers, of at most 64 bits.
-
-    The distances of all layers must be multiples of the integers' size.
-    """
-    (wide,) = wider(launch.base, most=min(WORD, launch.align * launch.base.element_size()))
-    return wide
 
 
 @triton.jit(do_not_specialize=["limit", "heads", "layers", "start"])

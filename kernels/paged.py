@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from kvconform.kernels.codes import MIN_HEAD_DIM
 from kvconform.kernels.layout import Layout
+from kvconform.kernels.wide import wider
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integers as which an element's bits are handled, by its size.
@@ -41,6 +44,14 @@ class Stack:
     firsts: tuple[int, ...]
 
 
+class Words(NamedTuple):
+    """A layer's bits in integers of `pack` elements, with their strides (`strides_of`)."""
+
+    bits: torch.Tensor
+    strides: tuple[int, ...]
+    pack: int
+
+
 @dataclass(frozen=True)
 class Launch:
     """Layers of the same shape and strides, anywhere in memory, for one launch of a kernel.
@@ -55,10 +66,29 @@ class Launch:
     start: int
     align: int
 
-    @property
+    @cached_property
     def strides(self) -> tuple[int, ...]:
         """Strides of (blocks, heads, slots, sides, elements), see `strides_of`."""
         return strides_of(self.base)
+
+    @cached_property
+    def units(self) -> Words:
+        """The layer's bits in integers of at most 4 bytes."""
+        return self._words(4)
+
+    @cached_property
+    def words(self) -> Words:
+        """The layer's bits in integers of at most 8 bytes."""
+        return self._words(8)
+
+    def _words(self, most: int) -> Words:
+        """Return the layer's bits in integers as wide as all layers permit.
+
+        Their size divides the distances of all layers.
+        """
+        base = self.base.as_strided(self.base.shape, self.strides, self.base.storage_offset())
+        (bits,) = wider(base, most=min(most, self.align * base.element_size()))
+        return Words(bits, strides_of(bits), bits.element_size() // base.element_size())
 
 
 class Paged:

@@ -8,7 +8,8 @@ import torch
 
 from kvconform.kernels.device import Cut, choose, distance, on, program, slots_of, tl, triton
 from kvconform.kernels.paged import BITS, Paged
-from kvconform.kernels.rows import split, wider
+from kvconform.kernels.rows import split
+from kvconform.kernels.wide import wider
 
 
 def gather(
@@ -121,7 +122,7 @@ def _transfer(paged: Paged, slots: torch.Tensor, rows: torch.Tensor, into: bool)
     with on(paged.device):
         for launch in paged.launches:
             sides, dim = merged(paged, launch.strides)
-            cut = Cut.of(count, dim, paged.itemsize)
+            cut = Cut.of(count, dim, paged.itemsize, copied=True)
             transfer_kernel[(cut.programs(count, paged.heads, sides), len(launch.where))](
                 launch.base,
                 launch.where,

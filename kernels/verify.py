@@ -18,8 +18,9 @@ from kvconform.kernels.device import (
     choose,
     distance,
     expected,
-    lanes_of,
+    groups_of,
     on,
+    origin_of,
     program,
     slots_of,
     tl,
@@ -212,16 +213,17 @@ def verify_triton(
     cut = Cut.of(count, paged.dim, paged.itemsize)
     with on(paged.device):
         for launch in paged.launches:
+            units = launch.units
             grid = (cut.programs(count, paged.heads, paged.sides), len(launch.where))
             verify_kernel[grid](
-                launch.base,
+                units.bits,
                 launch.where,
                 slots,
                 content,
                 found,
                 count,
                 paged.slots,
-                *launch.strides,
+                *units.strides,
                 paged.heads,
                 paged.dim,
                 len(paged.numbers),
@@ -232,6 +234,7 @@ def verify_triton(
                 launch.align,
                 *cut,
                 EACH[paged.itemsize],
+                units.pack,
                 LAST,
             )
 
@@ -263,65 +266,57 @@ def verify_kernel(
     CHUNKS: tl.constexpr,
     EVEN: tl.constexpr,
     EACH: tl.constexpr,
+    PACK: tl.constexpr,
     LAST: tl.constexpr,
 ) -> None:
-    """Add to `found`. Grid as in `write_kernel`. A program whose tile is right writes nothing."""
+    """Add to `found`. Grid as in `write_kernel`. A program whose tile is right writes nothing.
+
+    The cache is given as in `write_kernel`, but `dim` counts its elements.
+    """
     tile, side, head = program(heads, SIDES)
     layer = tl.program_id(1).to(tl.int64)
-    origin = tl.multiple_of(tl.load(where + 2 * layer), ALIGN)
+    origin = origin_of(where, layer, ALIGN, PACK)
     first = tl.load(where + 2 * layer + 1)
     item = tile * TILE + tl.arange(0, TILE)
     slot = slots_of(slots, item, count, SIZE, False)
     away, exists = distance(slot, limit, block_stride, slot_stride, SIZE)
     here = cache + origin + head.to(tl.int64) * head_stride + side.to(tl.int64) * side_stride + away
     ids = tl.load(content + item, mask=item < count, other=0)
-    beyond = slot >= limit
-    wrong = tl.zeros([TILE], tl.int32)
+    known, beyond = tl.where(exists, -1, 0), tl.where(slot >= limit, -1, 0)
+    none = count * 0  # any nonce will do, because its lanes are not compared
+    WIDTH: tl.constexpr = 8 if KIND < 2 else 16 if KIND < 4 else 32
+    ONES: tl.constexpr = -1 if WIDTH == 32 else (1 << WIDTH) - 1
+    bits = tl.zeros([TILE, LANES // PACK], tl.int32)
     for chunk in tl.static_range(0, CHUNKS):
-        differs, _ = differences(
-            here,
-            exists,
-            beyond,
-            ids,
-            first,
-            side,
-            head,
-            chunk,
-            lane_stride,
-            dim,
-            count,
-            KIND,
-            LANES,
-            EVEN,
-            EACH,
+        want = expected(
+            ids, first, side, head, groups_of(chunk, LANES, EACH), none, KIND, EACH, PACK
         )
-        wrong = tl.maximum(wrong, tl.max(tl.max(differs, axis=2), axis=1))
-    if tl.max(wrong, axis=0) > 0:  # rare, so the work is repeated rather than kept in registers
-        wrong = tl.zeros([TILE], tl.int32)
+        differs = differences(here, exists, want, chunk, lane_stride, dim, LANES, EVEN, PACK)
+        if EVEN and chunk * LANES >= 16:
+            bits |= differs
+        else:
+            lane = chunk * LANES + tl.arange(0, LANES // PACK) * PACK
+            bits |= differs & compared(lane, dim, WIDTH, ONES, PACK)[None, :]
+    # Rare, so the work is repeated rather than kept in registers.
+    if tl.reduce_or((tl.reduce_or(bits, axis=1) & known) | beyond, axis=0) != 0:
+        many = tl.zeros([TILE, LANES // PACK], tl.int32)
         least = tl.full([TILE], 1 << 30, tl.int32)
         for chunk in tl.static_range(0, CHUNKS):
-            differs, lane = differences(
-                here,
-                exists,
-                beyond,
-                ids,
-                first,
-                side,
-                head,
-                chunk,
-                lane_stride,
-                dim,
-                count,
-                KIND,
-                LANES,
-                EVEN,
-                EACH,
+            want = expected(
+                ids, first, side, head, groups_of(chunk, LANES, EACH), none, KIND, EACH, PACK
             )
-            wrong += tl.sum(tl.sum(differs, axis=2), axis=1)
-            least = tl.minimum(
-                least, tl.min(tl.min(tl.where(differs > 0, lane, 1 << 30), axis=2), axis=1)
-            )
-        tl.atomic_add(found + 2 + item, wrong.to(tl.int64), mask=wrong > 0)
+            bits = differences(here, exists, want, chunk, lane_stride, dim, LANES, EVEN, PACK)
+            bits = (bits & known[:, None]) | beyond[:, None]
+            lane = chunk * LANES + tl.arange(0, LANES // PACK) * PACK
+            bits &= compared(lane, dim, WIDTH, ONES, PACK)[None, :]
+            for place in tl.static_range(0, PACK):
+                one = (bits >> (place * WIDTH)) & ONES
+                least = tl.minimum(
+                    least, tl.min(tl.where(one != 0, lane[None, :] + place, 1 << 30), axis=1)
+                )
+                many += tl.where(one != 0, 1, 0)
+        wrong = tl.sum(many, axis=1)
+        tl.atomic_add(found + 2 + item, wrong.to(tl.int64), mask=item < count)
         tl.atomic_add(found, tl.sum(wrong, axis=0).to(tl.int64))
         row = ((item.to(tl.int64) * layers + start + layer) * heads + head) * SIDES + side
         tl.atomic_max(found + 1, tl.max(tl.where(wrong > 0, LAST - (row * dim + least), 0), axis=0))
@@ -331,34 +326,33 @@ def verify_kernel(
 def differences(
     here,
     exists,
-    beyond,
-    ids,
-    first,
-    side,
-    head,
+    want,
     chunk,
     lane_stride,
     dim,
-    count,
-    KIND: tl.constexpr,
     LANES: tl.constexpr,
     EVEN: tl.constexpr,
-    EACH: tl.constexpr,
+    PACK: tl.constexpr,
 ):
-    """Return (1 where an element of this chunk differs, lanes).
+    """Return the bits [rows, LANES / PACK] (int32) of a chunk that differ from `want`.
 
-    The shapes are [rows, groups, EACH] int32 and [1, groups, EACH]. All elements of slots `beyond`
-    the last differ.
+    They mean nothing for rows that do not exist and lanes that are not compared.
     """
-    group = chunk * (LANES // EACH) + tl.arange(0, LANES // EACH)
-    lane = lanes_of(group, EACH)
-    mask = exists[:, None, None] if EVEN else exists[:, None, None] & (lane < dim)
-    have = tl.load(here[:, None, None] + lane.to(tl.int64) * lane_stride, mask=mask, other=0)
-    none = count * 0  # any nonce will do, because its lanes are not compared
-    want = expected(ids, first, side, head, group, none, KIND, EACH).to(have.dtype)
-    lives = tl.where(((lane < 12) | (lane >= 16)) & (lane < dim), -1, 0)
-    bits = (
-        ((have ^ want).to(tl.int32) & tl.where(exists, -1, 0)[:, None, None])
-        | tl.where(beyond, -1, 0)[:, None, None]
-    ) & lives
-    return tl.where(bits != 0, 1, 0), lane
+    word = (chunk * (LANES // PACK) + tl.arange(0, LANES // PACK))[None, :]
+    mask = exists[:, None] if EVEN else exists[:, None] & (word * PACK < dim)
+    have = tl.load(here[:, None] + word.to(tl.int64) * lane_stride, mask=mask, other=0)
+    return (have ^ want.to(have.dtype)).to(tl.int32)
+
+
+@triton.jit
+def compared(lane, dim, WIDTH: tl.constexpr, ONES: tl.constexpr, PACK: tl.constexpr):
+    """Return the bits (int32) that are compared in integers that begin with lanes [n].
+
+    They are those of PACK elements of WIDTH bits, without the nonce and what is beyond `dim`.
+    """
+    bits = lane * 0
+    for place in tl.static_range(0, PACK):
+        mine = lane + place
+        lives = ((mine < 12) | (mine >= 16)) & (mine < dim)
+        bits |= tl.where(lives, ONES, 0) << (place * WIDTH)
+    return bits

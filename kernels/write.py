@@ -13,8 +13,9 @@ from kvconform.kernels.device import (
     choose,
     distance,
     expected,
-    lanes_of,
+    groups_of,
     on,
+    origin_of,
     program,
     slots_of,
     tl,
@@ -68,17 +69,18 @@ def write_triton(
     cut = Cut.of(count, paged.dim, paged.itemsize)
     with on(paged.device):
         for launch in paged.launches:
+            units = launch.units
             grid = (cut.programs(count, paged.heads, paged.sides), len(launch.where))
             write_kernel[grid](
-                launch.base,
+                units.bits,
                 launch.where,
                 slots,
                 content,
                 count,
                 paged.slots,
-                *launch.strides,
+                *units.strides,
                 paged.heads,
-                paged.dim,
+                units.bits.shape[-1],
                 nonce & 0xFFFF,
                 paged.kind,
                 paged.sides,
@@ -87,6 +89,7 @@ def write_triton(
                 launch.align,
                 *cut,
                 EACH[paged.itemsize],
+                units.pack,
             )
 
 
@@ -116,14 +119,16 @@ def write_kernel(
     CHUNKS: tl.constexpr,
     EVEN: tl.constexpr,
     EACH: tl.constexpr,
+    PACK: tl.constexpr,
 ) -> None:
     """Write codes. Grid: (programs of `Cut.programs`, layers).
 
-    Offsets are 64-bit, because caches have more than 2^31 elements.
+    The cache is given as integers of PACK elements, in which its strides and `dim` count. Offsets
+    are 64-bit, because caches have more than 2^31 elements.
     """
     tile, side, head = program(heads, SIDES)
     layer = tl.program_id(1).to(tl.int64)
-    origin = tl.multiple_of(tl.load(where + 2 * layer), ALIGN)
+    origin = origin_of(where, layer, ALIGN, PACK)
     first = tl.load(where + 2 * layer + 1)
     item = tile * TILE + tl.arange(0, TILE)
     slot = slots_of(slots, item, count, SIZE, BLOCKS)
@@ -134,12 +139,13 @@ def write_kernel(
         + origin
         + head.to(tl.int64) * head_stride
         + side.to(tl.int64) * side_stride
-        + away[:, None, None]
+        + away[:, None]
     )
-    exists = exists[:, None, None]
+    exists = exists[:, None]
     for chunk in tl.static_range(0, CHUNKS):
-        group = chunk * (LANES // EACH) + tl.arange(0, LANES // EACH)
-        lane = lanes_of(group, EACH)
-        bits = expected(ids, first, side, head, group, nonce, KIND, EACH)
-        mask = exists if EVEN else exists & (lane < dim)
-        tl.store(here + lane.to(tl.int64) * lane_stride, bits.to(cache.dtype.element_ty), mask=mask)
+        word = (chunk * (LANES // PACK) + tl.arange(0, LANES // PACK))[None, :]
+        bits = expected(
+            ids, first, side, head, groups_of(chunk, LANES, EACH), nonce, KIND, EACH, PACK
+        )
+        mask = exists if EVEN else exists & (word < dim)
+        tl.store(here + word.to(tl.int64) * lane_stride, bits.to(cache.dtype.element_ty), mask=mask)

@@ -7,6 +7,7 @@ starts: what its modules say before, Python prints whatever VLLM_LOGGING_LEVEL s
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import shutil
@@ -17,6 +18,26 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if not (shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()):
-    # Without a GPU, a CUDA build of vLLM finds no platform and refuses to build a configuration.
+
+
+def has_gpu() -> bool:
+    """Return whether this machine has a driver for CUDA devices."""
+    return shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
+
+
+def has_compiled_parts() -> bool:
+    """Return whether vLLM's compiled parts lie next to its Python code; nothing is imported."""
+    found = importlib.util.find_spec("vllm")
+    places = found.submodule_search_locations if found is not None else None
+    return any(list(Path(place).glob("_C*.so")) for place in places or ())
+
+
+def vllm_computes_on_gpu() -> bool:
+    """Return whether vLLM finds a GPU, and has its compiled parts for one."""
+    return has_gpu() and has_compiled_parts()
+
+
+if not vllm_computes_on_gpu():
+    # A CUDA build of vLLM finds no platform without a GPU, and refuses to build a configuration.
+    # On a GPU, its platform imports the compiled parts, which a pack does not have.
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheTensor
 from kvconform.emulation.context import Emulation
 from kvconform.emulation.note import NotEmulated
 from kvconform.emulation.patch import Patches
-from kvconform.emulation.vllm_platform import platform_is_cuda
+from kvconform.emulation.vllm_platform import EMULATED, platform_is_cuda
 
 # Values of the driver's CUmemcpySrcAccessOrder.
 SOURCE_IN_STREAM_ORDER = 1
@@ -163,7 +163,7 @@ def vllm_on_cuda(cuda: Emulation) -> Iterator[None]:
     `cuda` must be active. Restores everything at the end.
     """
     copies = Copies(cuda)
-    with platform_is_cuda():
+    with platform_is_cuda(*EMULATED):
         patches = Patches()
         try:
             for module in _installed():

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The platform that vLLM reports: CUDA to connectors, the real one to vLLM's own engine.
+"""The platform that vLLM reports: CUDA to connectors, another one to vLLM's own engine.
+
+So it is on an emulated device, and on a real one if vLLM has no compiled parts.
 
 `vllm.platforms.current_platform` is one object that every module imports by name, so its class is
 replaced, not the object. vLLM's configuration, engine arguments, parallel state, scheduler and
@@ -65,11 +67,20 @@ ANSWERS: dict[str, Any] = {
     "is_uva_available": lambda: False,
     "is_integrated_gpu": lambda device_id=0: False,
     "set_device": lambda device: torch.cuda.set_device(device),
-    "get_device_name": lambda device_id=0: "emulated CUDA device",
-    "get_device_capability": lambda device_id=0: DeviceCapability(9, 0),
-    "has_device_capability": lambda capability, device_id=0: _number(capability) <= 90,
-    "is_device_capability": lambda capability, device_id=0: _number(capability) == 90,
 }
+EMULATED = ("emulated CUDA device", (9, 0))
+
+
+def _answers(device: str, capability: tuple[int, int]) -> dict[str, Any]:
+    """Return all answers for a device of this name and compute capability."""
+    number = _number(capability)
+    return {
+        **ANSWERS,
+        "get_device_name": lambda device_id=0: device,
+        "get_device_capability": lambda device_id=0: DeviceCapability(*capability),
+        "has_device_capability": lambda capability, device_id=0: _number(capability) <= number,
+        "is_device_capability": lambda capability, device_id=0: _number(capability) == number,
+    }
 
 
 def _number(capability: Any) -> int:
@@ -83,13 +94,15 @@ def _works_for_the_engine(module: str) -> bool:
 
 
 @contextmanager
-def platform_is_cuda() -> Iterator[None]:
+def platform_is_cuda(device: str, capability: tuple[int, int]) -> Iterator[None]:
     """Make the current platform a CUDA one for all modules except the engine's.
 
-    Changes the class of the platform object, and restores it at the end.
+    It has a device of this name and compute capability. Changes the class of the platform object,
+    and restores it at the end.
     """
     platform: Any = vllm.platforms.current_platform
     own = type(platform)
+    answers = _answers(device, capability)
 
     class Emulated(own):  # type: ignore[misc,valid-type]
         """The real platform with the attributes of a CUDA one."""
@@ -100,8 +113,8 @@ def platform_is_cuda() -> Iterator[None]:
             asking = sys._getframe(1).f_globals.get("__name__", "")
             if _works_for_the_engine(asking):
                 return super().__getattribute__(name)
-            if name in ANSWERS:
-                return ANSWERS[name]
+            if name in answers:
+                return answers[name]
             # Stream, current_stream, synchronize, ...: vLLM's Platform forwards them the same way.
             if not hasattr(own, name) and hasattr(torch.cuda, name):
                 return getattr(torch.cuda, name)

@@ -10,18 +10,26 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Event
 
 GRACE = 5
 """Seconds that processes left behind by a part have to end."""
+POLL = 0.2
+"""Seconds between two questions whether a command is to be ended."""
 END = 30
 """Seconds for the supervisor to kill everything."""
 
 
 def run(
-    command: Sequence[str], log: Path, limit: float, environment: Mapping[str, str]
+    command: Sequence[str],
+    log: Path,
+    limit: float,
+    environment: Mapping[str, str],
+    stop: Event | None = None,
 ) -> int | None:
     """Run a command for at most `limit` seconds; return its status, None at its limit.
 
+    `stop`: another thread sets it to end the command early, as at its limit.
     Its output is added to `log`. Whatever it has started ends with it (kvconform.process.supervisor
     adopts processes that leave its process group), also if an exception is raised here, and if this
     process is killed.
@@ -38,12 +46,22 @@ def run(
             env={**os.environ, **environment},
             start_new_session=True,
         )
+        until = time.monotonic() + max(limit, 0)
         try:
-            return guard.wait(max(limit, 0))
-        except subprocess.TimeoutExpired:
-            return None
+            while (status := _ended(guard, min(POLL, left(until)))) is None:
+                if not left(until) or (stop is not None and stop.is_set()):
+                    return None
+            return status
         finally:
             _kill(guard)
+
+
+def _ended(guard: subprocess.Popen[bytes], limit: float) -> int | None:
+    """Return the status of the supervisor, None if it has not ended within `limit` seconds."""
+    try:
+        return guard.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _kill(guard: subprocess.Popen[bytes]) -> None:

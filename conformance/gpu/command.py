@@ -30,6 +30,12 @@ def gpu(
         list[str] | None,
         option("--only", metavar="PART", help="only this part, also if it has been run (repeat)"),
     ] = None,
+    jobs: Annotated[
+        int,
+        option(
+            "--jobs", metavar="N", help="parts that run at the same time, after those alone [3]"
+        ),
+    ] = 3,
     device: Annotated[
         str, option("--device", metavar="cuda|emulated", hidden=True, help="emulated: for tests")
     ] = "cuda",
@@ -54,6 +60,8 @@ def gpu(
     check_writable("--out", folder)
     folder.mkdir(parents=True, exist_ok=True)
     setting = Setting.here(found, folder, emulated)
-    result = session.run(setting, minutes, typer.echo, afresh=afresh, only=only or [])
+    result = session.run(
+        setting, minutes, typer.echo, afresh=afresh, only=only or [], jobs=max(1, jobs)
+    )
     typer.echo(f"results: {folder / page.NAME}")
     raise typer.Exit(result.code)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import json
 import platform
 import shutil
 import subprocess
-from pathlib import Path
 
+from kvconform.compat.environment import has_compiled_parts
 from kvconform.gpu.result import Machine
 
 
@@ -35,13 +34,6 @@ def driver() -> str | None:
     said = subprocess.run(asked, capture_output=True, text=True, check=False)
     lines = said.stdout.split()
     return lines[0] if said.returncode == 0 and lines else None
-
-
-def has_compiled_parts() -> bool:
-    """Return whether vLLM's compiled parts lie next to its Python code; nothing is imported."""
-    found = importlib.util.find_spec("vllm")
-    places = found.submodule_search_locations if found is not None else None
-    return any(list(Path(place).glob("_C*.so")) for place in places or ())
 
 
 def here() -> Machine:

@@ -26,12 +26,14 @@ from kvconform.words import many
 PACKAGE = Path(kvconform.__file__).resolve().parent
 GOLDEN = PACKAGE / "fixtures" / "golden"
 BENCH = {
-    "cuda": ("--tokens", "16,1024,8192,32768", "--seconds", "0.2"),
+    "cuda": ("--tokens", "16,8192", "--seconds", "0.1"),
     "cpu": ("--tokens", "16", "--layouts", "LBHNC", "--seconds", "0.01", "--rounds", "3"),
 }
 """Options of the benchmark by device: the bars are at 16 and 8192 tokens (docs/performance.md)."""
 SHOWN = 5
 """Failures that a reason names."""
+WORKERS = 12
+"""Most processes that run the kernels' tests."""
 NO_VLLM = "vLLM is not installed"
 ON_DEVICE = "cuda and not torch and not 2_31"
 """The kernels' tests that compute-sanitizer repeats: those that launch kernels on small caches."""
@@ -89,7 +91,8 @@ class Part:
     """One part.
 
     `lacks` returns why it cannot be run, or None. `read` is called when its commands have ended, or
-    were ended at the limit. `environment`: of its commands.
+    were ended at the limit. `environment`: of its commands. `alone`: no other part runs at the same
+    time, because it measures time or makes use of all processors.
     """
 
     id: str
@@ -98,6 +101,7 @@ class Part:
     lacks: Callable[[Setting], str | None] = lambda setting: None
     read: Callable[[Setting], Reading] = lambda setting: Reading()
     environment: Callable[[Setting], Mapping[str, str]] = lambda setting: {}
+    alone: bool = False
 
 
 def python(module: str, *words: str) -> list[str]:
@@ -112,13 +116,23 @@ def no_vllm(setting: Setting) -> str | None:
 
 # -- the kernels
 def pytest_of(name: str, setting: Setting, *words: str) -> list[str]:
-    """Return a part's command that runs the kernels' tests, also where no pyproject.toml is."""
+    """Return a part's command that runs the kernels' tests, also where no pyproject.toml is.
+
+    All calls draw the same examples, so that a later one finds its kernels compiled.
+    """
     assert setting.tests is not None
     rigs = setting.tests / "rigs"
     options = ("-c", os.devnull, "--rootdir", str(setting.tests), "--import-mode=importlib")
     plain = ("-q", "-p", "no:cacheprovider", "--noconftest", "-o", f"pythonpath={rigs}")
+    drawn = ("--hypothesis-seed=0",)
     file = f"--junit-xml={report(name, setting)}"
-    return python("pytest", *options, *plain, file, str(setting.tests / "kernels"), *words)
+    folder = str(setting.tests / "kernels")
+    return python("pytest", *options, *plain, *drawn, file, folder, *words)
+
+
+def kernel_tests(setting: Setting) -> list[list[str]]:
+    """Return the command of the kernels' tests: they take the time of their compilations."""
+    return [pytest_of("kernel-tests", setting, "-n", str(min(os.cpu_count() or 1, WORKERS)))]
 
 
 def no_tests(setting: Setting) -> str | None:
@@ -264,7 +278,7 @@ def sanitized(tool: str, *what: str) -> Callable[[Setting], list[list[str]]]:
 
     def commands(setting: Setting) -> list[list[str]]:
         tested = (
-            stream_runs(f"{tool}-cases", "cuda")(setting)
+            stream_runs(f"{tool}-cases", "cuda", "--few")(setting)
             if what == ("cases",)
             else pytest_of(f"{tool}-kernels", setting, "-k", ON_DEVICE)
         )
@@ -297,7 +311,8 @@ LIVE = ("live.base", "live.preempt")
 def live(setting: Setting) -> list[list[str]]:
     """Return the command that judges the reference connector on engine live."""
     folder = ("--report-dir", str(setting.file("live")))
-    return [python("kvconform", "run", "--engine", "live", "-k", ",".join(LIVE), *folder)]
+    on = ("--engine", "live", "--device", "cuda")
+    return [python("kvconform", "run", *on, "-k", ",".join(LIVE), *folder)]
 
 
 def no_live(setting: Setting) -> str | None:
@@ -322,12 +337,13 @@ PARTS = (
     Part(
         "kernel-tests",
         "Tests of the kernels, compiled",
-        lambda setting: [pytest_of("kernel-tests", setting)],
+        kernel_tests,
         no_tests,
         read_tests("kernel-tests"),
         lambda setting: {"TRITON_INTERPRET": "1"} if setting.emulated else {},
+        alone=True,
     ),
-    Part("kernel-bench", "Benchmark of the kernels", bench, read=read_bench),
+    Part("kernel-bench", "Benchmark of the kernels", bench, read=read_bench, alone=True),
     Part(
         "gate-reference",
         "Reference connector, engine reference",

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from threading import Event
 from xml.etree.ElementTree import ParseError
 
 from kvconform import __version__, files
@@ -90,11 +92,13 @@ def run(
     afresh: bool = False,
     only: Sequence[str] = (),
     parts: Sequence[Part] = PARTS,
+    jobs: int = 1,
 ) -> Result:
     """Run the parts that have not been run, for at most `minutes`; return the result.
 
-    `only`: these, also if they have been run. The result is written after each part, so that an
-    interrupted call keeps what it has. UsageError for an unknown part.
+    `only`: these, also if they have been run. `jobs`: how many parts run at the same time, after
+    those that run alone. The result is written after each part, so that an interrupted call keeps
+    what it has. UsageError for an unknown part.
     """
     until = time.monotonic() + minutes * 60
     unknown = set(only) - {part.id for part in parts}
@@ -104,25 +108,48 @@ def run(
     result = begin(setting, parts, afresh=afresh)
     chosen = [part for part in parts if part.id in only] if only else waiting(result, parts)
     keep(result, setting)
-    for part in chosen:
-        before = result.of(part.id)
+    stop = Event()
+
+    def work(part: Part) -> Outcome | None:
+        """Return the outcome of a part; None if no time is left for it."""
         if child.left(until) < SHORTEST and part.lacks(setting) is None:
-            if before.status == "not run":
-                result.put(before.model_copy(update={"reason": NO_TIME}))
-                keep(result, setting)
-            continue
+            return None
         say(f"{part.id}: {part.title}")
-        found = one(part, setting, until)
-        result.put(found)
+        return one(part, setting, until, stop)
+
+    def note(part: Part, found: Outcome | None) -> None:
+        """Keep the outcome of a part, and say it."""
+        before = result.of(part.id)
+        if found is not None:
+            result.put(found)
+            took = "" if found.status == "not run" else f" in {found.seconds:.0f} s"
+            reason = f": {found.reason}" if found.reason else ""
+            say(f"  {part.id}: {found.status}{took}{reason}")
+        elif before.status == "not run":
+            result.put(before.model_copy(update={"reason": NO_TIME}))
         keep(result, setting)
-        took = "" if found.status == "not run" else f" in {found.seconds:.0f} s"
-        reason = f": {found.reason}" if found.reason else ""
-        say(f"  {found.status}{took}{reason}")
+
+    together = [part for part in chosen if not part.alone and jobs > 1]
+    for part in chosen:
+        if part not in together:
+            note(part, work(part))
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(work, part): part for part in together}
+        try:
+            for done in as_completed(running):
+                note(running[done], done.result())
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return result
 
 
-def one(part: Part, setting: Setting, until: float) -> Outcome:
-    """Run one part until the time `until` of the monotonic clock at most; return its outcome."""
+def one(part: Part, setting: Setting, until: float, stop: Event | None = None) -> Outcome:
+    """Run one part until the time `until` of the monotonic clock at most; return its outcome.
+
+    It is ended when `stop` is set.
+    """
     made = Outcome(part=part.id, title=part.title, date=today())
     lacking = part.lacks(setting)
     if lacking is not None:
@@ -132,7 +159,7 @@ def one(part: Part, setting: Setting, until: float) -> Outcome:
     began = time.monotonic()
     bad: int | None = 0
     for command in part.commands(setting):
-        ended = child.run(command, log, child.left(until), part.environment(setting))
+        ended = child.run(command, log, child.left(until), part.environment(setting), stop)
         bad = ended if bad == 0 else bad
         if ended is None:
             bad = None

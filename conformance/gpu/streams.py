@@ -71,14 +71,16 @@ def defects(spec: Spec) -> dict[str, dict[str, Any]]:
     return {name: raw for name, raw in spec.defects.items() if raw.get("emulate_cuda")}
 
 
-def subjects(spec: Spec, planted: bool, cases: Sequence[str] = ()) -> list[Subject]:
+def subjects(
+    spec: Spec, planted: bool, cases: Sequence[str] = (), few: bool = False
+) -> list[Subject]:
     """Return what is run: the correct connector, or each planted defect.
 
-    `cases`: only these.
+    `cases`: only these. `few`: the correct connector on engine reference only.
     """
     area = [case.id for case in spec.cases.values() if case.area == AREA]
     if not planted:
-        engines = ("reference", "vllm")
+        engines = ("reference",) if few else ("reference", "vllm")
         return [Subject("", CORRECT, OPTIONS, list(cases or area), engines)]
     found = (
         Subject(
@@ -93,13 +95,16 @@ def subjects(spec: Spec, planted: bool, cases: Sequence[str] = ()) -> list[Subje
     return [subject for subject in found if subject.cases]
 
 
-def runs(subject: Subject, spec: Spec, device: Device, tmp: Path) -> Iterator[Made]:
-    """Make and judge all runs of a subject. Writes below `tmp`."""
+def runs(
+    subject: Subject, spec: Spec, device: Device, tmp: Path, few: bool = False
+) -> Iterator[Made]:
+    """Make and judge all runs of a subject; if `few`, one of each case. Writes below `tmp`."""
     from kvconform.config.target import Target
     from kvconform.run.case import run_and_judge
 
     for case in subject.cases:
-        for variant in spec.cases[case].variants(subject.engines, None, SLOW):
+        variants = spec.cases[case].variants(subject.engines, None, SLOW)
+        for variant in variants[:1] if few else variants:
             declared = {
                 "store": True,
                 "saves": "all",
@@ -173,6 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvconform.gpu.streams", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "emulated"), required=True)
     parser.add_argument("--defects", action="store_true", help="the planted defects")
+    parser.add_argument("--few", action="store_true", help="one run of each case")
     parser.add_argument("--into", type=Path, required=True, metavar="FILE.jsonl")
     parser.add_argument("cases", nargs="*", metavar="CASE")
     given = parser.parse_args(arguments)
@@ -185,8 +191,9 @@ def main(arguments: list[str] | None = None) -> int:
     watchdog.start(HOOK_LIMIT)
     try:
         with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
-            for subject in subjects(spec, given.defects, given.cases):
-                for made in runs(subject, spec, cast(Device, given.device), Path(tmp)):
+            for subject in subjects(spec, given.defects, given.cases, given.few):
+                device = cast(Device, given.device)
+                for made in runs(subject, spec, device, Path(tmp), given.few):
                     with given.into.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(asdict(made)) + "\n")
                     bad += [made.error] if made.error else []

@@ -20,8 +20,8 @@ from kvconform.kernels.device import AVAILABLE
 from kvconform.kv import device
 from kvconform.kv.device import Cpu, T, Timeline, Unobserved
 
-CYCLES = 20_000_000
-"""Sleep of a slow stream in clock cycles: about 10 ms, many times what a case's copies take."""
+CYCLES = 8_000_000
+"""Sleep of a slow stream in clock cycles: about 4 ms, many times what a case's copies take."""
 
 
 class OnCuda(Unobserved):
@@ -77,9 +77,24 @@ def on_cuda(slow: Slow | None) -> Iterator[OnCuda]:
         raise EnvironmentProblem(
             "--device cuda needs a GPU that torch can use; --emulate-cuda does without one"
         )
-    with _sleeping_streams() if slow == "transfers" else nullcontext():
+    with _platform(), _sleeping_streams() if slow == "transfers" else nullcontext():
         yield OnCuda(slow)
     torch.cuda.synchronize()
+
+
+def _platform() -> AbstractContextManager[None]:
+    """Return a context in which vLLM's platform is CUDA for connectors.
+
+    A vLLM without compiled parts has the CPU's, which its engine keeps.
+    """
+    # Imports vLLM, which the devices themselves do not need.
+    from vllm.platforms import current_platform
+
+    from kvconform.emulation.vllm_platform import platform_is_cuda
+
+    if current_platform.is_cuda():
+        return nullcontext()
+    return platform_is_cuda(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
 
 
 @contextmanager

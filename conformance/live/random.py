@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from kvconform.compat.environment import vllm_computes_on_gpu
 from kvconform.config.settings import Settings
 from kvconform.contract.loader import Spec, load_spec
 from kvconform.contract.scenario import Request, Scenario, Start
@@ -244,9 +245,10 @@ def spec_for(settings: Settings) -> Spec:
     live = settings.engine == "live"
     if settings.seeds and not live:
         raise UsageError("--seeds needs --engine live, which runs the random workloads")
-    if live and settings.device == "cuda":
+    if live and settings.device == "cuda" and not vllm_computes_on_gpu():
         raise UsageError(
-            "the live engine computes on the CPU: replace --device cuda by --emulate-cuda"
+            "this vLLM computes on the CPU: replace --device cuda by --emulate-cuda,"
+            " or install vLLM for CUDA on a machine with a GPU"
         )
     spec = load_spec(cases=settings.cases, live=live)
     named: list[str] = []

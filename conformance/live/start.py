@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts vLLM in a child process, on a CPU.
+"""Starts vLLM in a child process, on a CPU, or on a GPU if its platform is CUDA.
 
 If wanted, vLLM is changed before: it schedules asynchronously on a CPU, or its connector finds an
 emulated CUDA device.
@@ -35,11 +35,13 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
 }
 """Environment of every child, unless the settings say otherwise.
 
-TorchDynamo is off because compiling takes longer than everything that a tiny model computes.
+TorchDynamo is off because compiling takes longer than everything that a tiny model computes, and
+FlashInfer's sampler because it is compiled too; greedy tokens need no sampler.
 """
 _open = ExitStack()
 _installed = False
@@ -49,10 +51,14 @@ _faults: set[str] = set()
 def install_cpu_async() -> None:
     """Make vLLM accept asynchronous scheduling on a CPU, in this process, for good.
 
-    vLLM turns it off there. With this change its scheduler runs a step ahead, as on a GPU, while
-    the model runner computes at once and keeps the sampled tokens itself, not on a device.
-    Idempotent.
+    vLLM turns it off there, and only there. With this change its scheduler runs a step ahead, as on
+    a GPU, while the model runner computes at once and keeps the sampled tokens itself, not on a
+    device. Idempotent.
     """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -173,6 +179,7 @@ def engine(job: Job) -> Any:
     """Return vLLM's LLM for a job."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
+    from vllm.platforms import current_platform
 
     start = job.start
     options: dict[str, Any] = {}
@@ -193,7 +200,8 @@ def engine(job: Job) -> Any:
         model=job.model,
         skip_tokenizer_init=True,
         enforce_eager=True,
-        dtype="float32",
+        # The attention that vLLM has for GPUs computes in 16 bits only.
+        dtype="float32" if current_platform.is_cpu() else "float16",
         seed=0,
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=start["blocks"],

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -90,7 +91,7 @@ def test_the_next_call_goes_on_and_a_timed_out_part_comes_last(tmp_path: Path) -
         "second": ("not run", "no time was left"),
     }
     found, said, _ = run(tmp_path, part("first", "pass"), second)
-    assert [line for line in said if ":" in line] == [
+    assert [line for line in said if ": The part" in line] == [
         "second: The part second",
         "first: The part first",
     ]
@@ -114,6 +115,39 @@ def test_an_interrupted_call_keeps_what_it_has(tmp_path: Path) -> None:
     kept = load(tmp_path / NAME)
     assert kept is not None and kept.of("good").status == "done"
     assert kept.of("broken").status == "not run"
+
+
+def test_parts_run_together_after_those_that_run_alone(tmp_path: Path) -> None:
+    meets = (
+        "import pathlib, time, sys\n"
+        f"here, other = (pathlib.Path({str(tmp_path)!r}) / name for name in sys.argv[1:])\n"
+        "here.touch()\n"
+        "until = time.monotonic() + 30\n"
+        "while not other.exists() and time.monotonic() < until: time.sleep(0.01)\n"
+        "raise SystemExit(not other.exists())"
+    )
+    alone = f"import pathlib; raise SystemExit((pathlib.Path({str(tmp_path)!r}) / 'left').exists())"
+
+    def pair(name: str, other: str) -> Part:
+        return Part(name, name, lambda setting: [[sys.executable, "-c", meets, name, other]])
+
+    last = replace(part("last", alone), alone=True)
+    found, said, _ = run(tmp_path, pair("left", "right"), pair("right", "left"), last, jobs=2)
+    assert {status for status, _ in found.values()} == {"done"}
+    assert said[0] == "last: The part last"
+
+
+def test_an_interrupted_call_ends_the_parts_that_run(tmp_path: Path) -> None:
+    begun = time.monotonic()
+
+    def interrupt(setting: Setting) -> list[list[str]]:
+        time.sleep(1)
+        raise KeyboardInterrupt
+
+    broken = Part("broken", "Interrupted", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, part("slow", "import time; time.sleep(600)"), broken, jobs=2)
+    assert time.monotonic() - begun < 60
 
 
 def test_files_that_cannot_be_read_fail_their_part(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from drawn import BACKENDS, DTYPES, ids, index
-from kvconform.kernels.digest import digest, words_of
+from kvconform.kernels.digest import digest
 from kvconform.kernels.paged import BITS, Paged
 from kvconform.kernels.poison import poison
-from kvconform.kernels.rows import wider
 from kvconform.kernels.transfer import gather, scatter
 from kvconform.kernels.verify import verify
+from kvconform.kernels.wide import wider
 from kvconform.kernels.write import write
 
 SHAPE = (2, 1, 2, 32)
@@ -133,7 +133,7 @@ def test_what_a_launch_promises_of_its_distances_is_true(
     assert launch.align == (away & -away or 16) and all(
         distance % launch.align == 0 for distance in distances
     )
-    assert words_of(launch).element_size() == min(8, launch.align * dtype.itemsize)
+    assert launch.words.bits.element_size() == min(8, launch.align * dtype.itemsize)
 
 
 def test_memory_is_not_viewed_as_wider_than_its_address_permits() -> None:
