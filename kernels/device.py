@@ -37,6 +37,8 @@ else:
 
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 """Whether the kernels run in Triton's interpreter, on the CPU, for tests."""
+ASSEMBLY = tl.constexpr(not INTERPRETED and torch.version.hip is None) if AVAILABLE else False
+"""Whether kernels may have instructions of NVIDIA's devices."""
 __all__ = [
     "AVAILABLE",
     "EACH",
@@ -66,6 +68,8 @@ TILE_BYTES = 16384
 """Bytes of a program's tile: 128 per thread with 4 warps, so eight accesses of 16 bytes each."""
 TILE_ROWS = 64
 """Most rows of a tile."""
+FEW_ROWS = 16
+"""Rows of a tile if there are not more."""
 EACH = {1: 16, 2: 8, 4: 8}
 """Lanes whose code is computed together, by size of an element: a thread has 16 adjacent bytes."""
 
@@ -120,11 +124,12 @@ class Cut(NamedTuple):
         if dim % lanes:
             lanes = most
         chunks = -(-dim // lanes)
-        tile = 16
+        tile = FEW_ROWS
         row = lanes * itemsize * (1 if copied else chunks)
         while tile < TILE_ROWS and 2 * tile * row <= TILE_BYTES:
             tile *= 2
-        return cls(min(tile, 1 << max(0, rows - 1).bit_length()), lanes, chunks, dim % lanes == 0)
+        # Two sizes of a tile: each is compiled, which takes a second.
+        return cls(FEW_ROWS if rows <= FEW_ROWS else tile, lanes, chunks, dim % lanes == 0)
 
     def programs(self, rows: int, heads: int, sides: int) -> int:
         """Return the number of programs per layer."""
@@ -166,6 +171,47 @@ def encode(word, place, KIND: tl.constexpr):
         if KIND == 3:
             bits = bits >> 16
         return bits
+
+
+@triton.jit
+def encode_pairs(word, place, KIND: tl.constexpr):
+    """Return nibbles `place` (even) and the next of words (uint32) as two 16-bit floats (int32).
+
+    A byte 0x43 above a nibble makes the bfloat16 128 + n, and 0x64 the float16 1024 + n. Two
+    numbers are put together and subtracted from at once, in half the instructions of `encode`.
+    """
+    even = (word & 0x0F0F0F0F).to(tl.int32, bitcast=True)
+    odd = ((word >> 4) & 0x0F0F0F0F).to(tl.int32, bitcast=True)
+    # The bytes of `even` (0 to 3) and of `odd` (4 to 7) that become bytes 0 and 2.
+    chosen = 0x400 + (place // 2) * 0x101
+    if KIND == 3:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t;
+            prmt.b32 t, $1, $2, $3;
+            prmt.b32 t, t, 0x43434343, 0x4240;
+            fma.rn.bf16x2 $0, t, $4, $5;
+            }""",
+            "=r,r,r,r,r,r",
+            [even, odd, chosen, 0x3F803F80, -0x3CFF3D00],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t;
+            prmt.b32 t, $1, $2, $3;
+            prmt.b32 t, t, 0x64646464, 0x4240;
+            fma.rn.f16x2 $0, t, $4, $5;
+            }""",
+            "=r,r,r,r,r,r",
+            [even, odd, chosen, 0x3C003C00, -0x1BFF1C00],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -213,9 +259,12 @@ def expected(
         second = tl.where((group == 0)[None, :], (second & 0xFFFF) | kept, second)[:, :, None]
         word = tl.where(place < 8, word, second)
     WIDTH: tl.constexpr = 8 if KIND < 2 else 16 if KIND < 4 else 32
-    bits = encode(word, place % 8, KIND)
-    for lane in tl.static_range(1, PACK):
-        bits |= encode(word, place % 8 + lane, KIND) << (lane * WIDTH)
+    if PACK == 2 and WIDTH == 16 and ASSEMBLY:
+        bits = encode_pairs(word, place, KIND)
+    else:
+        bits = encode(word, place % 8, KIND)
+        for lane in tl.static_range(1, PACK):
+            bits |= encode(word, place % 8 + lane, KIND) << (lane * WIDTH)
     # As many axes as the addresses have: Triton then gives neighbouring words to neighbouring
     # threads, and an access of a warp is of whole rows.
     return tl.reshape(bits, [content.shape[0], group.shape[0] * (EACH // PACK)])

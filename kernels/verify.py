@@ -298,7 +298,7 @@ def verify_kernel(
             lane = chunk * LANES + tl.arange(0, LANES // PACK) * PACK
             bits |= differs & compared(lane, dim, WIDTH, ONES, PACK)[None, :]
     # Rare, so the work is repeated rather than kept in registers.
-    if tl.reduce_or((tl.reduce_or(bits, axis=1) & known) | beyond, axis=0) != 0:
+    if tl.reduce_or((bits & known[:, None]) | beyond[:, None], axis=None) != 0:
         many = tl.zeros([TILE, LANES // PACK], tl.int32)
         least = tl.full([TILE], 1 << 30, tl.int32)
         for chunk in tl.static_range(0, CHUNKS):

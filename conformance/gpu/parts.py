@@ -32,6 +32,8 @@ BENCH = {
 """Options of the benchmark by device: the bars are at 16 and 8192 tokens (docs/performance.md)."""
 SHOWN = 5
 """Failures that a reason names."""
+SHARE = 0.1
+"""Part of a step that comparing the KV in the cache may take."""
 WORKERS = 12
 """Most processes that run the kernels' tests."""
 NO_VLLM = "vLLM is not installed"
@@ -189,13 +191,47 @@ def read_bench(setting: Setting) -> Reading:
     return Reading({"rows": rows, "not measured": found["notes"]})
 
 
+def steps(setting: Setting) -> list[list[str]]:
+    """Return the commands that time steps of the engine on the device, and on the CPU."""
+    devices = ("emulated" if setting.emulated else "cuda", "cpu")
+    return [
+        python("kvconform.gpu.steps", "--device", device, "--into", str(step_file(setting, device)))
+        for device in devices
+    ]
+
+
+def step_file(setting: Setting, device: str) -> Path:
+    """Return the file about the steps on a device."""
+    return setting.file(f"verified-step-{'cpu' if device == 'cpu' else 'device'}.json")
+
+
+def read_steps(setting: Setting) -> Reading:
+    """Read the time of a step, and the share of it that is comparing; the share has a bar."""
+    found = {
+        where: json.loads(file.read_text(encoding="utf-8"))
+        for where in ("device", "cpu")
+        if (file := step_file(setting, where)).exists()
+    }
+    figures = {
+        f"{name} {where}": value
+        for where, values in found.items()
+        for name, value in values.items()
+    }
+    share = found.get("device", {}).get("share", 0.0)
+    problem = f"comparing takes {share:.0%} of a step, and may take {SHARE:.0%}"
+    return Reading(figures, problem if share >= SHARE else "")
+
+
 # -- the suite
 def gate(engine: str) -> Callable[[Setting], list[list[str]]]:
     """Return the function that makes the command for the gate on one engine."""
 
     def commands(setting: Setting) -> list[list[str]]:
         folder = ("--report-dir", str(setting.file(f"gate-{engine}")))
-        return [python("kvconform", "run", *setting.run_device, "--engine", engine, *folder)]
+        # Other parts run at the same time, and all processes share the device.
+        workers = ("--workers", str(max(1, (os.cpu_count() or 1) // 4)))
+        on = ("--engine", engine, *setting.run_device)
+        return [python("kvconform", "run", *on, *workers, *folder)]
 
     return commands
 
@@ -344,6 +380,14 @@ PARTS = (
         alone=True,
     ),
     Part("kernel-bench", "Benchmark of the kernels", bench, read=read_bench, alone=True),
+    Part(
+        "verified-step",
+        "Time of a step, and of comparing the KV in it",
+        steps,
+        no_vllm,
+        read_steps,
+        alone=True,
+    ),
     Part(
         "gate-reference",
         "Reference connector, engine reference",

@@ -20,8 +20,12 @@ from kvconform.kernels.device import AVAILABLE
 from kvconform.kv import device
 from kvconform.kv.device import Cpu, T, Timeline, Unobserved
 
-CYCLES = 8_000_000
-"""Sleep of a slow stream in clock cycles: about 4 ms, many times what a case's copies take."""
+CYCLES = 10_000_000
+"""Sleep of a slow stream in clock cycles: about 5 ms.
+
+That is many times what a case's copies take, and what the host takes between two calls for work. It
+is not what the host takes to load a kernel for the first time.
+"""
 
 
 class OnCuda(Unobserved):

@@ -17,7 +17,7 @@ from kvconform.contract.events import run_start
 from kvconform.contract.scenario import Scenario, Start
 from kvconform.contract.trace import Event
 from kvconform.live.engine import Made
-from kvconform.live.job import Answer, Outcome
+from kvconform.live.job import Answer, Outcome, dtype
 from kvconform.live.process import Ended
 
 AMBIGUOUS = 0.002
@@ -26,6 +26,8 @@ AMBIGUOUS = 0.002
 Between baseline runs that differ in preemptions and drafts, rounding of float32 moved log
 probabilities by less than 0.00001.
 """
+AMBIGUOUS_16 = 0.05
+"""The same for a model that computes in 16 bits, of which each has an error of 0.0005."""
 
 
 def compare(
@@ -57,11 +59,12 @@ def _one(plain: Answer, answer: Answer) -> Event:
     at = next((i for i in range(length) if plain.tokens[i] != answer.tokens[i]), None)
     token = instead = gap = None
     ambiguous = False
+    most = AMBIGUOUS if dtype() == "float32" else AMBIGUOUS_16
     if at is not None:
         token = answer.tokens[at]
         instead = plain.tokens[at]
         gap = plain.gaps[at]
-        ambiguous = gap <= AMBIGUOUS and plain.seconds[at] == token
+        ambiguous = gap <= most and plain.seconds[at] == token
     elif not aborted and len(plain.tokens) != len(answer.tokens):
         at = length  # one of the two answers stops here
     end = length if at is None else at

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from kvconform.compat.environment import vllm_computes_on_gpu
 from kvconform.contract.scenario import (
     Entrypoint,
     Fault,
@@ -59,6 +60,14 @@ class Ask(_Part):
     salt: str | None = None
     lora: str | None = None
     embeds: str | None = None
+
+
+def dtype() -> str:
+    """Return the number format of the model and its KV.
+
+    The attention that vLLM has for GPUs computes in 16 bits only.
+    """
+    return "float16" if vllm_computes_on_gpu() else "float32"
 
 
 class Play(_Part):

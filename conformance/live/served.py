@@ -27,7 +27,7 @@ from kvconform.contract.scenario import BLOCK_SIZE, MAX_MODEL_LEN
 from kvconform.fixtures import tiny_lora, tiny_tokenizer
 from kvconform.live.child import Child, Stalled, main
 from kvconform.live.entry import BASE, PATHS, body, name_of
-from kvconform.live.job import Answer, Ask, Job, PhaseDone, Play
+from kvconform.live.job import Answer, Ask, Job, PhaseDone, Play, dtype
 
 Result = TypeVar("Result")
 START_LIMIT = 240.0
@@ -186,7 +186,7 @@ def arguments(job: Job, port: int) -> list[str]:
         "model": job.model,
         "tokenizer": tokenizer,
         "served-model-name": BASE,
-        "dtype": "float32",
+        "dtype": dtype(),
         "seed": 0,
         "block-size": BLOCK_SIZE,
         "num-gpu-blocks-override": start["blocks"],

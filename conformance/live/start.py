@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from kvconform.contract.scenario import BLOCK_SIZE, MAX_MODEL_LEN
-from kvconform.live.job import Job
+from kvconform.live.job import Job, dtype
 
 if TYPE_CHECKING:
     from kvconform.observe.call import Call
@@ -179,7 +179,6 @@ def engine(job: Job) -> Any:
     """Return vLLM's LLM for a job."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
-    from vllm.platforms import current_platform
 
     start = job.start
     options: dict[str, Any] = {}
@@ -200,8 +199,7 @@ def engine(job: Job) -> Any:
         model=job.model,
         skip_tokenizer_init=True,
         enforce_eager=True,
-        # The attention that vLLM has for GPUs computes in 16 bits only.
-        dtype="float32" if current_platform.is_cpu() else "float16",
+        dtype=dtype(),
         seed=0,
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=start["blocks"],
