@@ -70,6 +70,16 @@ def dtype() -> str:
     return "float16" if vllm_computes_on_gpu() else "float32"
 
 
+def memory() -> dict[str, Any]:
+    """Return vLLM's arguments about memory: on a GPU, engines run at the same time.
+
+    With a size of the KV cache, vLLM does not measure how much memory is left for it.
+    """
+    if not vllm_computes_on_gpu():
+        return {}
+    return {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 256 << 20}
+
+
 class Play(_Part):
     """A phase of requests; see kvconform.contract.scenario.Phase."""
 

@@ -27,7 +27,7 @@ from kvconform.contract.scenario import BLOCK_SIZE, MAX_MODEL_LEN
 from kvconform.fixtures import tiny_lora, tiny_tokenizer
 from kvconform.live.child import Child, Stalled, main
 from kvconform.live.entry import BASE, PATHS, body, name_of
-from kvconform.live.job import Answer, Ask, Job, PhaseDone, Play, dtype
+from kvconform.live.job import Answer, Ask, Job, PhaseDone, Play, dtype, memory
 
 Result = TypeVar("Result")
 START_LIMIT = 240.0
@@ -193,6 +193,7 @@ def arguments(job: Job, port: int) -> list[str]:
         "max-model-len": MAX_MODEL_LEN,
         "max-num-seqs": start["max_seqs"],
         "max-num-batched-tokens": start["budget"],
+        **{name.replace("_", "-"): value for name, value in memory().items()},
         "shutdown-timeout": SHUTDOWN,
         "uvicorn-log-level": "warning",
         "generation-config": "vllm",

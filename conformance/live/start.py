@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from kvconform.contract.scenario import BLOCK_SIZE, MAX_MODEL_LEN
-from kvconform.live.job import Job, dtype
+from kvconform.live.job import Job, dtype, memory
 
 if TYPE_CHECKING:
     from kvconform.observe.call import Call
@@ -210,5 +210,6 @@ def engine(job: Job) -> Any:
         enable_prefix_caching=start["prefix_caching"],
         async_scheduling=start["scheduling"] == "async",
         disable_log_stats=False,
+        **memory(),
         **options,
     )
