@@ -169,7 +169,9 @@ def one(part: Part, setting: Setting, until: float, stop: Event | None = None) -
     status: Status = "done"
     reason = ""
     if bad is None:
-        status, reason = "timed out", f"ended after {seconds:.0f} s; what it had done is kept"
+        said_last = child.last_words(log)
+        status, reason = "timed out", f"ended after {seconds:.0f} s"
+        reason += f", when it had said: {said_last}" if said_last else ""
     elif bad or said.problem:
         status = "failed"
         reason = said.problem or f"status {bad}: {child.last_words(log) or 'no output'}"

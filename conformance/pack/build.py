@@ -21,6 +21,7 @@ from kvconform.compat.installed import NEWEST, OLDEST
 from kvconform.contract.requirement import version_key
 from kvconform.errors import UsageError
 from kvconform.pack import fetch, launch, wheels
+from kvconform.pack.compiled import Capability
 from kvconform.pack.fetch import Target
 from kvconform.pack.wheels import Part
 
@@ -35,6 +36,8 @@ class Parts(NamedTuple):
     """Distributions that vLLM imports when kvconform drives it."""
     left_out: list[str]
     """Distributions that others require and nothing imports."""
+    computing: list[str]
+    """Distributions that vLLM imports when it computes with its compiled parts."""
     stand_ins: dict[str, str]
     """Modules that are stood in for, with the distribution that has each."""
     there: dict[str, str]
@@ -63,11 +66,13 @@ def build(
     have: Mapping[str, str],
     most: float,
     links: Sequence[str] = (),
+    capability: Capability | None = None,
 ) -> Pack:
     """Write the pack for a vLLM release to `folder`, which must be new, empty, or an older pack.
 
-    `have`: distributions of the target with their versions. `most`: megabytes. UsageError if the
-    pack is larger, or if the folder is not its own.
+    `have`: distributions of the target with their versions. `most`: megabytes. `capability`: of the
+    GPU for which it has vLLM's compiled parts; None: it has none. UsageError if the pack is larger,
+    or if the folder is not its own.
     """
     check(vllm, target, folder, most)
     rules = parts()
@@ -78,9 +83,9 @@ def build(
             each.mkdir()
         wanted = ["--no-deps", *target.options(any_glibc=True)]
         [whole] = fetch.download([f"vllm=={vllm}"], engine, wanted, links)
-        needed = requirements(whole, rules, target)
+        needed = requirements(whole, rules, target, computes=capability is not None)
         found = fetch.download(needed, loaded, target.options(), links)
-        chosen = [wheels.own(new), wheels.strip(whole, new)]
+        chosen = [wheels.own(new), wheels.strip(whole, new, capability)]
         absent = lacking(found, [*chosen, *found], have, target)
         for part in absent:
             if part.name not in {*rules.there, *rules.left_out}:
@@ -90,6 +95,7 @@ def build(
             "vllm": whole.version,
             "python": target.python,
             "platform": target.platform,
+            "capability": ".".join(map(str, capability)) if capability is not None else None,
             "there": rules.there,
             "parts": {part.name: part.version for part in chosen},
             "stand_ins": {
@@ -131,12 +137,16 @@ def check(vllm: str, target: Target, folder: Path, most: float) -> None:
         raise UsageError(f"--out {folder} has files that are no pack; name another folder")
 
 
-def requirements(vllm: Part, rules: Parts, target: Target) -> list[str]:
-    """Return what the pack needs besides vLLM and kvconform, as pip requirements."""
+def requirements(vllm: Part, rules: Parts, target: Target, *, computes: bool = False) -> list[str]:
+    """Return what the pack needs besides vLLM and kvconform, as pip requirements.
+
+    `computes`: with vLLM's compiled parts.
+    """
+    imported = {*rules.imported, *(rules.computing if computes else ())}
     theirs = [
         each
         for each in vllm.requires
-        if canonicalize_name(each.name) in rules.imported and applies(each, target)
+        if canonicalize_name(each.name) in imported and applies(each, target)
     ]
     return [plain(each) for each in (*ours(), *theirs) if applies(each, target)]
 

@@ -30,6 +30,14 @@ def pack(
     platform: Annotated[
         str, option("--platform", metavar="TAG", help="its platform [manylinux_2_28_x86_64]")
     ] = "manylinux_2_28_x86_64",
+    capability: Annotated[
+        str | None,
+        option(
+            "--capability",
+            metavar="X.Y",
+            help="its GPU's compute capability: with vLLM's compiled parts for that [without]",
+        ),
+    ] = None,
     find_links: Annotated[
         list[str] | None,
         option("--find-links", metavar="DIR|URL", help="where more wheels are, as pip's (repeat)"),
@@ -38,6 +46,7 @@ def pack(
 ) -> None:
     """Write a folder that runs kvconform on a machine with torch and without a package index."""
     from kvconform.pack import build  # its libraries are for this command alone
+    from kvconform.pack.compiled import Capability
     from kvconform.pack.fetch import Target
 
     folder = Path(out)
@@ -49,6 +58,7 @@ def pack(
         have=known,
         most=max_mb,
         links=find_links or [],
+        capability=Capability.of(capability) if capability is not None else None,
     )
     for part in done.parts[:5]:
         typer.echo(f"{build.megabytes(part.size):>8}  {part.name} {part.version}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import kvconform
@@ -14,5 +15,12 @@ def notes(site: Path | None = None) -> list[str]:
     site = site or Path(kvconform.__file__).parent.parent
     if not (site / launch.MANIFEST).is_file():
         return []
+    manifest = json.loads((site / launch.MANIFEST).read_text(encoding="utf-8"))
+    capability = manifest.get("capability")
+    compiled = (
+        f"with its compiled parts for compute capability {capability}"
+        if capability
+        else "without its compiled parts"
+    )
     names = ", ".join(launch.stand_ins(site)) or "none"
-    return [f"vLLM runs from a pack, without its compiled parts; stand-ins: {names}"]
+    return [f"vLLM runs from a pack, {compiled}; stand-ins: {names}"]

@@ -11,6 +11,7 @@ import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator
 from email.parser import Parser
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import kvconform
+from kvconform.errors import UsageError
+from kvconform.pack.compiled import STABLE, Capability, is_kept, thinned
 
 NOT_PYTHON = (
     ".so", ".cubin", ".h", ".cuh", ".cu", ".hpp", ".inl", ".cpp", ".jpg", ".js", ".css", "/vllm-rs"
@@ -56,19 +59,29 @@ def read(path: Path) -> Part:
     return Part(path, canonicalize_name(fields["Name"]), fields["Version"], requires)
 
 
-def strip(part: Part, folder: Path) -> Part:
-    """Write vLLM's wheel without compiled parts, sources in C++ and pictures to `folder`."""
+def strip(part: Part, folder: Path, capability: Capability | None = None) -> Part:
+    """Write vLLM's wheel without compiled parts, sources in C++ and pictures to `folder`.
+
+    `capability`: of the GPU for which compiled parts are kept. UsageError if there are none.
+    """
     with zipfile.ZipFile(part.path) as archive:
-        names = (
-            name
-            for name in archive.namelist()
-            if not name.endswith((*NOT_PYTHON, "/", ".dist-info/RECORD"))
-        )
-        return part._replace(
-            path=write(
-                folder, part.name, part.version, ((name, archive.read(name)) for name in names)
+        names = archive.namelist()
+        if capability is not None and not any(fnmatch(name, f"vllm/{STABLE}") for name in names):
+            raise UsageError(
+                f"the compiled parts of {part.name} {part.version} need the torch that they were"
+                " built with; leave --capability out"
             )
-        )
+
+        def entries() -> Iterator[tuple[str, bytes]]:
+            for name in names:
+                if not name.endswith((*NOT_PYTHON, "/", ".dist-info/RECORD")):
+                    yield name, archive.read(name)
+                elif capability is not None and is_kept(name):
+                    library = thinned(archive.read(name), capability)
+                    if library is not None:
+                        yield name, library
+
+        return part._replace(path=write(folder, part.name, part.version, entries()))
 
 
 def copy(part: Part, folder: Path) -> Part:

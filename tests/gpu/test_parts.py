@@ -12,7 +12,7 @@ import pytest
 
 from gpu_rig import BARE, MACHINE
 from kvconform.contract.loader import load_spec
-from kvconform.gpu import page, streams
+from kvconform.gpu import page, parts, steps, streams
 from kvconform.gpu.parts import PACKAGE, PARTS, Part, Setting, kernel_tests_of
 from kvconform.gpu.result import Outcome, Result
 from kvconform.gpu.streams import Made
@@ -110,17 +110,38 @@ def test_nothing_is_read_of_what_has_not_begun(tmp_path: Path) -> None:
         assert reading.figures == {} and reading.problem == ""
 
 
+def test_comparing_may_take_a_tenth_of_a_step(tmp_path: Path) -> None:
+    setting = Setting(MACHINE, tmp_path)
+    cpu, device = (parts.step_file(setting, name) for name in ("cpu", "cuda"))
+    cpu.write_text('{"steps": 48, "share": 0.2}', encoding="utf-8")
+    device.write_text('{"steps": 48, "share": 0.05}', encoding="utf-8")
+    reading = parts.read_steps(setting)
+    assert reading.figures["share cpu"] == 0.2 and reading.figures["share device"] == 0.05
+    assert reading.problem == ""
+    device.write_text('{"steps": 48, "share": 0.1}', encoding="utf-8")
+    assert parts.read_steps(setting).problem == ("comparing takes 10% of a step, and may take 10%")
+
+
+def test_the_time_of_a_step_is_taken_on_the_cpu_and_on_a_device() -> None:
+    for device in ("cpu", "emulated"):
+        found = steps.measure(device, "streams.save-then-load")  # type: ignore[arg-type]
+        assert found["steps"] > 0 and 0 < found["compare_ms"] < found["step_ms"]
+
+
 def test_a_planted_defect_is_found_missed_or_unobservable() -> None:
     wanted = ["streams.x", "load.content"]
     ran = [
         Made("r1", "found", {"streams.x": "UNOBSERVABLE", "load.content": "FAIL"}),
         Made("r2", "missed", {"streams.x": "UNOBSERVABLE", "load.content": "PASS"}),
         Made("r3", "blind", {"streams.x": "UNOBSERVABLE", "load.content": "UNOBSERVABLE"}),
+        Made("r4", "other", {"streams.x": "UNOBSERVABLE", "load.content": "PASS", "y": "FAIL"}),
     ]
-    assert [streams.outcome(name, wanted, ran).status for name in ("found", "missed", "blind")] == [
+    names = ("found", "missed", "blind", "other")
+    assert [streams.outcome(name, wanted, ran).status for name in names] == [
         "found",
         "missed",
         "unobservable",
+        "found otherwise",
     ]
 
 

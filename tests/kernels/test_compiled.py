@@ -60,3 +60,10 @@ def test_rows_are_read_and_written_16_bytes_at_a_time(compiled: list[dict[str, A
         if row["kernel"] in ("verify_kernel", "transfer_kernel")
         and "ld.global.v4.b32" not in row["loads"]
     ] == []
+
+
+def test_neighbouring_threads_access_neighbouring_words_of_a_row(
+    compiled: list[dict[str, Any]],
+) -> None:
+    # If each has a row of its own, an access touches 32 rows, and takes four times as long.
+    assert [row for row in compiled if row["orders"] != ["[1, 0]"]] == []

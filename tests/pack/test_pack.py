@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.pack import build, fetch, launch, unpacked, wheels
+from kvconform.pack.compiled import Capability
 from kvconform.pack.fetch import Target
 from kvconform.pack.wheels import Part
 
@@ -25,6 +26,7 @@ COMPILED = {"vllm/_C.abi3.so": b"\x7fELF" * 1000, "vllm/vllm-rs": b"\x7fELF", "v
 RULES = build.Parts(
     imported=["numpy", "absent-on-mars"],
     left_out=["hf-xet"],
+    computing=["left-pad"],
     stand_ins={"kvconform_none": "none", "json": "simplejson"},
     there={"torch": "2.0", "triton": "3.6"},
 )
@@ -57,8 +59,10 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(folder)
 
 
-def packed(index: str, out: Path, *, most: float = 60, **have: str) -> build.Pack:
-    return build.build("0.32.0", out, TARGET, have=have, most=most, links=[index])
+def packed(
+    index: str, out: Path, *, most: float = 60, gpu: Capability | None = None, **have: str
+) -> build.Pack:
+    return build.build("0.32.0", out, TARGET, have=have, most=most, links=[index], capability=gpu)
 
 
 def test_a_pack_has_kvconform_and_the_python_part_of_vllm(index: str, tmp_path: Path) -> None:
@@ -75,6 +79,26 @@ def test_a_pack_has_kvconform_and_the_python_part_of_vllm(index: str, tmp_path: 
     tests = {"kernels/test_kernels.py", "rigs/drawn.py", "rigs/places.py", "rigs/compiling.py"}
     assert {f"{wheels.TESTS}/{name}" for name in tests} <= set(names)
     assert not [name for name in names if "__pycache__" in name]
+
+
+def test_a_pack_for_a_gpu_has_the_compiled_parts_and_what_they_need(
+    index: str, tmp_path: Path
+) -> None:
+    library = "vllm/_C_stable_libtorch.abi3.so"
+    files = {"vllm/__init__.py": b"", library: b"host", "vllm/_flashmla_C.abi3.so": b"host"}
+    wheel(Path(index), "vllm", "0.32.0", files, "numpy>=2", "left-pad")
+    wheel(Path(index), "left_pad", "1.0", {"left_pad.py": b""})
+    out = tmp_path / "pack"
+    made = packed(index, out, gpu=Capability(9, 0))
+    assert {part.name for part in made.parts} == {"kvconform", "vllm", "numpy", "left-pad"}
+    with zipfile.ZipFile(next(out.glob("vllm-*.whl"))) as archive:
+        assert {name for name in archive.namelist() if name.endswith(".so")} == {library}
+    assert json.loads((out / launch.MANIFEST).read_text(encoding="utf-8"))["capability"] == "9.0"
+
+
+def test_compiled_parts_for_one_torch_only_are_refused(index: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="need the torch that they were built with"):
+        packed(index, tmp_path / "pack", gpu=Capability(9, 0))
 
 
 def test_what_the_packed_tests_import_is_packed() -> None:

@@ -60,7 +60,7 @@ class Compiled:
             ASTSource(self.kernel, signature, constants, attributes),
             target=GPUTarget("cuda", 90, 32),
         )
-        code = made.asm["ptx"]
+        code, tensors = made.asm["ptx"], made.asm["ttgir"]
         COMPILED.append(
             {
                 "kernel": self.kernel.__name__,
@@ -68,8 +68,19 @@ class Compiled:
                 "local": ".local" in code,
                 "loads": sorted(set(re.findall(r"ld\.global\.(?:v\d\.)?b\d+", code))),
                 "stores": sorted(set(re.findall(r"st\.global\.(?:v\d\.)?b\d+", code))),
+                "orders": orders(tensors),
             }
         )
+
+
+def orders(code: str) -> list[str]:
+    """Return the orders of axes, fastest first, in which rows are accessed, of a kernel in TTGIR.
+
+    Neighbouring threads access neighbours on the first axis.
+    """
+    layouts = dict(re.findall(r"^#(\w+) = #ttg\.blocked<\{.*order = (\[.*?\])\}>", code, re.M))
+    used = re.findall(r"tt\.(?:load|store) .*tensor<\d+x\d+x!tt\.ptr<i\d+>, #(\w+)>", code)
+    return sorted({layouts[name] for name in used})
 
 
 def compile_all(layout: str, dtype: torch.dtype, heads: int, dim: int) -> None:
