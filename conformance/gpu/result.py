@@ -32,7 +32,7 @@ class Machine(_Model):
     torch: str | None
     triton: str | None
     vllm: str | None
-    compiled: bool = Field(description="whether vLLM has its compiled parts")
+    compiled: bool = Field(description="whether vLLM has its compiled parts for CUDA")
 
     def differences(self, other: Machine) -> list[str]:
         """Return the fields that differ, as `torch 2.11.0 -> 2.12.0`."""
