@@ -15,7 +15,7 @@ from kvconform.config.settings import HASH_SEED
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import EXACT, Tolerances
 from kvconform.contract.scenario import BLOCK_SIZE, Start
-from kvconform.live.job import JOB, Ask, Job, Outcome, Play
+from kvconform.live.job import BOOK, JOB, TOLERANCES, Ask, Job, Outcome, Play
 from kvconform.live.outage import Attendant, seconds
 from kvconform.live.plugin import FAULT, TRACE
 from kvconform.live.process import Ended, python, run
@@ -31,10 +31,6 @@ SLOWER = 6
 
 This matters only on a machine where the baseline run is slow; otherwise LIMIT is larger.
 """
-BOOK = "KVCONFORM_LIVE_BOOK"
-"""Environment variable of the probe: the file with the KV that the baseline run computed."""
-TOLERANCES = "KVCONFORM_LIVE_TOLERANCES"
-"""Environment variable of the probe: the encoded Tolerances that the connector declares."""
 
 
 @dataclass

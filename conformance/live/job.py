@@ -28,6 +28,10 @@ from kvconform.contract.scenario import (
 
 JOB = "KVCONFORM_LIVE_JOB"
 """Environment variable: the file of the job, if its requests enter at the API server."""
+BOOK = "KVCONFORM_LIVE_BOOK"
+"""Environment variable: a file with KV; the baseline run writes it, other runs read it."""
+TOLERANCES = "KVCONFORM_LIVE_TOLERANCES"
+"""Environment variable: the encoded Tolerances that the connector declares."""
 SHARED = "KVCONFORM_LIVE_SHARED"
 """Environment variable: "1" if another engine may have computed what this connector offers.
 

@@ -22,10 +22,12 @@ from kvconform.contract.scenario import Scenario
 from kvconform.contract.trace import Event
 from kvconform.live import trace as traces
 from kvconform.live.baseline import Plains
-from kvconform.live.engine import BOOK, TOLERANCES, Made, import_path, patience, transfer_of
+from kvconform.live.engine import Made, import_path, patience, transfer_of
 from kvconform.live.events import bare, missing, own_events
 from kvconform.live.job import (
+    BOOK,
     SHARED,
+    TOLERANCES,
     Answer,
     Ask,
     Counts,

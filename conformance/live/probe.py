@@ -32,7 +32,7 @@ from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
 from kvconform.engine.halves import noted  # noqa: E402
 from kvconform.live.book import Book  # noqa: E402
-from kvconform.live.job import SHARED  # noqa: E402
+from kvconform.live.job import BOOK, SHARED, TOLERANCES  # noqa: E402
 from kvconform.live.scheduler_probe import SchedulerProbe  # noqa: E402
 from kvconform.live.trace import StreamTrace  # noqa: E402
 from kvconform.live.worker_probe import Wishes, WorkerProbe  # noqa: E402
@@ -40,10 +40,6 @@ from kvconform.observe.probe import Patch, Probe, wrap_instance_hooks  # noqa: E
 
 POISON = "KVCONFORM_LIVE_POISON"
 """Environment variable: "0" leaves newly allocated blocks without poison."""
-BOOK = "KVCONFORM_LIVE_BOOK"
-"""Environment variable: a file with KV; the baseline run writes it, other runs read it."""
-TOLERANCES = "KVCONFORM_LIVE_TOLERANCES"
-"""Environment variable: the encoded Tolerances that the connector declares."""
 PATIENCE = 2.0
 """Seconds that the connector's threads have to end after the shutdown."""
 _recorder: Recorder | None = None
