@@ -83,9 +83,16 @@ def build(
             each.mkdir()
         wanted = ["--no-deps", *target.options(any_glibc=True)]
         [whole] = fetch.download([f"vllm=={vllm}"], engine, wanted, links)
-        needed = requirements(whole, rules, target, computes=capability is not None)
-        found = fetch.download(needed, loaded, target.options(), links)
         chosen = [wheels.own(new), wheels.strip(whole, new, capability)]
+        needed = [plain(each) for each in ours() if applies(each, target)]
+        needed += requirements(whole, rules.imported, target)
+        found = fetch.download(needed, loaded, target.options(), links)
+        if capability is not None:
+            # Not their requirements: torch, with gigabytes of libraries, is there.
+            more = scratch / "more"
+            more.mkdir()
+            named = requirements(whole, rules.computing, target, always=True)
+            found += fetch.download(named, more, ["--no-deps", *target.options()], links)
         absent = lacking(found, [*chosen, *found], have, target)
         for part in absent:
             if part.name not in {*rules.there, *rules.left_out}:
@@ -137,18 +144,18 @@ def check(vllm: str, target: Target, folder: Path, most: float) -> None:
         raise UsageError(f"--out {folder} has files that are no pack; name another folder")
 
 
-def requirements(vllm: Part, rules: Parts, target: Target, *, computes: bool = False) -> list[str]:
-    """Return what the pack needs besides vLLM and kvconform, as pip requirements.
+def requirements(
+    vllm: Part, names: Sequence[str], target: Target, *, always: bool = False
+) -> list[str]:
+    """Return the distributions among `names` that vLLM requires, as pip requirements.
 
-    `computes`: with vLLM's compiled parts.
+    `always`: also those that it does not require, in any version.
     """
-    imported = {*rules.imported, *(rules.computing if computes else ())}
-    theirs = [
-        each
-        for each in vllm.requires
-        if canonicalize_name(each.name) in imported and applies(each, target)
-    ]
-    return [plain(each) for each in (*ours(), *theirs) if applies(each, target)]
+    theirs = {
+        str(canonicalize_name(each.name)): each for each in vllm.requires if applies(each, target)
+    }
+    known = [plain(theirs[name]) for name in names if name in theirs]
+    return known + [name for name in names if always and name not in theirs]
 
 
 def ours() -> list[Requirement]:
