@@ -13,6 +13,7 @@ import sys
 import xml.etree.ElementTree as xml
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +89,26 @@ class Reading:
     problem: str = ""
 
 
+class Stage(IntEnum):
+    """Stages of a call, in this order.
+
+    Processes that share a GPU wait for one another, most of all for streams that sleep.
+    """
+
+    ALONE = 0
+    """Measures time, or makes use of all processors."""
+    GATES = 1
+    """Long, and few streams sleep."""
+    REST = 2
+
+
 @dataclass(frozen=True)
 class Part:
     """One part.
 
     `lacks` returns why it cannot be run, or None. `read` is called when its commands have ended, or
-    were ended at the limit. `environment`: of its commands. `alone`: no other part runs at the same
-    time, because it measures time or makes use of all processors.
+    were ended at the limit. `environment`: of its commands. `stage`: parts of a stage run at the
+    same time, those of the first one by one.
     """
 
     id: str
@@ -103,7 +117,7 @@ class Part:
     lacks: Callable[[Setting], str | None] = lambda setting: None
     read: Callable[[Setting], Reading] = lambda setting: Reading()
     environment: Callable[[Setting], Mapping[str, str]] = lambda setting: {}
-    alone: bool = False
+    stage: Stage = Stage.REST
 
 
 def python(module: str, *words: str) -> list[str]:
@@ -377,16 +391,16 @@ PARTS = (
         no_tests,
         read_tests("kernel-tests"),
         lambda setting: {"TRITON_INTERPRET": "1"} if setting.emulated else {},
-        alone=True,
+        stage=Stage.ALONE,
     ),
-    Part("kernel-bench", "Benchmark of the kernels", bench, read=read_bench, alone=True),
+    Part("kernel-bench", "Benchmark of the kernels", bench, read=read_bench, stage=Stage.ALONE),
     Part(
         "verified-step",
         "Time of a step, and of comparing the KV in it",
         steps,
         no_vllm,
         read_steps,
-        alone=True,
+        stage=Stage.ALONE,
     ),
     Part(
         "gate-reference",
@@ -394,6 +408,7 @@ PARTS = (
         gate("reference"),
         no_vllm,
         read_statement("gate-reference"),
+        stage=Stage.GATES,
     ),
     Part(
         "gate-vllm",
@@ -401,6 +416,7 @@ PARTS = (
         gate("vllm"),
         no_vllm,
         read_statement("gate-vllm"),
+        stage=Stage.GATES,
     ),
     Part("stream-defects", "Planted defects of area streams", defects, no_vllm, read_defects),
     Part(

@@ -9,13 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from threading import Event
+from threading import Event, Lock
 from xml.etree.ElementTree import ParseError
 
 from kvconform import __version__, files
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.gpu import child, page
-from kvconform.gpu.parts import PARTS, Part, Reading, Setting
+from kvconform.gpu.parts import PARTS, Part, Reading, Setting, Stage
 from kvconform.gpu.result import (
     NAME,
     SETTLED,
@@ -96,8 +96,8 @@ def run(
 ) -> Result:
     """Run the parts that have not been run, for at most `minutes`; return the result.
 
-    `only`: these, also if they have been run. `jobs`: how many parts run at the same time, after
-    those that run alone. The result is written after each part, so that an interrupted call keeps
+    `only`: these, also if they have been run. `jobs`: how many parts of a stage run at the same
+    time. The result is written after each part, so that an interrupted call keeps
     what it has. UsageError for an unknown part.
     """
     until = time.monotonic() + minutes * 60
@@ -110,15 +110,19 @@ def run(
     keep(result, setting)
     stop = Event()
 
-    def work(part: Part) -> Outcome | None:
-        """Return the outcome of a part; None if no time is left for it."""
-        if child.left(until) < SHORTEST and part.lacks(setting) is None:
-            return None
-        say(f"{part.id}: {part.title}")
-        return one(part, setting, until, stop)
+    lock = Lock()
+
+    def work(part: Part) -> None:
+        """Run a part if time is left for it, and keep its outcome."""
+        found = None
+        if child.left(until) >= SHORTEST or part.lacks(setting) is not None:
+            say(f"{part.id}: {part.title}")
+            found = one(part, setting, until, stop)
+        with lock:
+            note(part, found)
 
     def note(part: Part, found: Outcome | None) -> None:
-        """Keep the outcome of a part, and say it."""
+        """Keep the outcome of a part, and say it. None: no time was left."""
         before = result.of(part.id)
         if found is not None:
             result.put(found)
@@ -129,19 +133,17 @@ def run(
             result.put(before.model_copy(update={"reason": NO_TIME}))
         keep(result, setting)
 
-    together = [part for part in chosen if not part.alone and jobs > 1]
-    for part in chosen:
-        if part not in together:
-            note(part, work(part))
-    with ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(work, part): part for part in together}
-        try:
-            for done in as_completed(running):
-                note(running[done], done.result())
-        except BaseException:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    for stage in Stage:
+        many = 1 if stage == Stage.ALONE else jobs
+        with ThreadPoolExecutor(many) as pool:
+            running = [pool.submit(work, part) for part in chosen if part.stage == stage]
+            try:
+                for done in as_completed(running):
+                    done.result()
+            except BaseException:
+                stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
     return result
 
 

@@ -15,7 +15,7 @@ import pytest
 from gpu_rig import BARE
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.gpu import command, session
-from kvconform.gpu.parts import Part, Reading, Setting
+from kvconform.gpu.parts import Part, Reading, Setting, Stage
 from kvconform.gpu.result import NAME, Machine, Result, load
 
 
@@ -131,7 +131,7 @@ def test_parts_run_together_after_those_that_run_alone(tmp_path: Path) -> None:
     def pair(name: str, other: str) -> Part:
         return Part(name, name, lambda setting: [[sys.executable, "-c", meets, name, other]])
 
-    last = replace(part("last", alone), alone=True)
+    last = replace(part("last", alone), stage=Stage.ALONE)
     found, said, _ = run(tmp_path, pair("left", "right"), pair("right", "left"), last, jobs=2)
     assert {status for status, _ in found.values()} == {"done"}
     assert said[0] == "last: The part last"
