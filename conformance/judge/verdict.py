@@ -111,6 +111,8 @@ class RunLike(Protocol):
 
 CRASH = "engine.crash"
 """`blocked_by` of a row that is blocked by a crash which no requirement explains."""
+OUTPUT = "meta.output-untouched"
+"""Requirement that explains what the engine does with a SchedulerOutput that was changed."""
 
 
 def judge(
@@ -137,7 +139,8 @@ def judge(
 
     A violation detected after a crash of the engine is explained by the crash. A violation of a
     `consequence` requirement is also explained by any MUST that failed at the same event or
-    earlier. What follows after the engine lost track of a request (kvconform.judge.engine_bugs) is
+    earlier. A violation of a guarantee is also explained by an earlier change of the same engine's
+    SchedulerOutput: the engine goes on with what the connector left of it. What follows after the engine lost track of a request (kvconform.judge.engine_bugs) is
     UNSUPPORTED. SHOULD and MAY get the same verdicts, and so do requirements in a situation
     that no vLLM brings about (`beyond`), but these count (`gating`) only with `strict`. A guarantee
     never counts.
@@ -309,6 +312,7 @@ class _Blame:
     def __init__(self, crash: int | None) -> None:
         self.crash = crash
         self.failures: list[tuple[int, str]] = []
+        self.changed: dict[str | None, int] = {}  # engine -> when its output was first changed
 
     def settle(self, req: Requirement, row: Row, monitor: Monitor) -> None:
         """Set FAIL with the first violation that nothing explains, or BLOCKED if there is none.
@@ -324,6 +328,9 @@ class _Blame:
             row.verdict = Verdict.FAIL
             if req.level in MUST:
                 self.failures.append((first.seq, req.id))
+            if req.id == OUTPUT:
+                for violation in monitor.violations:
+                    self.changed.setdefault(violation.engine, violation.seq)
         row.step = first.step
         row.req = first.req
         row.event = first.event
@@ -334,7 +341,7 @@ class _Blame:
         """Return the requirement, or CRASH, that explains a violation, or None.
 
         An earlier failure explains a consequence, and what follows a crash; otherwise the crash
-        does. How the complete vLLM ended is judged by itself: a user sees it, whatever led to it.
+        does. A guarantee is explained by an output that was changed before. How the complete vLLM ended is judged by itself: a user sees it, whatever led to it.
         """
         if req.event == "live.end":
             return None
@@ -347,6 +354,9 @@ class _Blame:
             ]
             if causes:
                 return min(causes)[1]
+        changed = self.changed.get(violation.engine)
+        if req.kind == "guarantee" and changed is not None and changed < violation.seq:
+            return OUTPUT
         return CRASH if after_crash else None
 
     def before_crash(self) -> str:
