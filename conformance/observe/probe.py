@@ -71,7 +71,9 @@ class Probe:
         half = self.half_of(connector)
         rank = 0
         if half is None:
-            return self._unrecorded(connector, hook, functools.partial(call, connector, *args, **kwargs))
+            return self._unrecorded(
+                connector, hook, functools.partial(call, connector, *args, **kwargs)
+            )
         item = Call(connector, hook, half, self.depth, args, kwargs)
         outermost = self.depth == 0
         if outermost:
