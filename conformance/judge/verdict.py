@@ -140,10 +140,10 @@ def judge(
     A violation detected after a crash of the engine is explained by the crash. A violation of a
     `consequence` requirement is also explained by any MUST that failed at the same event or
     earlier. A violation of a guarantee is also explained by an earlier change of the same engine's
-    SchedulerOutput: the engine goes on with what the connector left of it. What follows after the engine lost track of a request (kvconform.judge.engine_bugs) is
-    UNSUPPORTED. SHOULD and MAY get the same verdicts, and so do requirements in a situation
-    that no vLLM brings about (`beyond`), but these count (`gating`) only with `strict`. A guarantee
-    never counts.
+    SchedulerOutput: the engine goes on with what the connector left of it. What follows after the
+    engine lost track of a request (kvconform.judge.engine_bugs) is UNSUPPORTED. SHOULD and MAY get
+    the same verdicts, and so do requirements in a situation that no vLLM brings about (`beyond`),
+    but these count (`gating`) only with `strict`. A guarantee never counts.
     """
     main = runs["connector"]
     rows: list[Row] = []
@@ -341,7 +341,8 @@ class _Blame:
         """Return the requirement, or CRASH, that explains a violation, or None.
 
         An earlier failure explains a consequence, and what follows a crash; otherwise the crash
-        does. A guarantee is explained by an output that was changed before. How the complete vLLM ended is judged by itself: a user sees it, whatever led to it.
+        does. A guarantee is explained by an output that was changed before. How the complete vLLM
+        ended is judged by itself: a user sees it, whatever led to it.
         """
         if req.event == "live.end":
             return None
