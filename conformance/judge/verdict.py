@@ -175,15 +175,20 @@ def judge(
         else:
             watched.append((req, row))
     if watched:
-        _judge_watched(watched, runs, caps)
-        _excuse(watched, runs)
+        detected = _judge_watched(watched, runs, caps)
+        _excuse(watched, runs, detected)
     return rows
 
 
-def _excuse(watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike]) -> None:
-    """Take back failures that follow after the engine lost track of a request. Changes the rows.
+def _excuse(
+    watched: list[tuple[Requirement, Row]],
+    runs: Mapping[str, RunLike],
+    detected: Mapping[str, int],
+) -> None:
+    """Take back failures that were detected after the engine lost track of a request.
 
-    This also concerns comparisons with such a run. Guarantees keep their verdicts.
+    An obligation that was open then may be one that the engine gave no more chance to meet. This
+    also concerns comparisons with such a run. Guarantees keep their verdicts. Changes the rows.
     """
     since = {name: found for name, run in runs.items() if (found := lost(run.trace)) is not None}
     if not since:
@@ -196,7 +201,7 @@ def _excuse(watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike])
         if here is None:
             continue
         seq, why = here
-        if req.relate is not None or row.event is None or row.event >= seq:
+        if req.relate is not None or row.event is None or detected[req.id] >= seq:
             row.verdict = Verdict.UNSUPPORTED
             row.message = f"not judged: {why}"
             row.check = None
@@ -277,8 +282,11 @@ def _crash_time(trace: Sequence[Event]) -> int | None:
 
 def _judge_watched(
     watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike], caps: Mapping[str, Any]
-) -> None:
-    """Fill in the rows of the requirements that this run can be judged by. Changes the rows."""
+) -> dict[str, int]:
+    """Fill in the rows of the requirements that this run can be judged by. Changes the rows.
+
+    Returns when the violations that the rows report were detected, by requirement.
+    """
     trace = runs["connector"].trace
     cfg = trace[0] if trace and trace[0]["kind"] == "run.start" else {}
     found = evaluate_sides((req for req, _ in watched), trace, caps, cfg)
@@ -301,6 +309,7 @@ def _judge_watched(
         blame.settle(req, row, found[req.id])
     for req, row in watched:
         _fill(row, req, found[req.id], crash, blame)
+    return blame.detected
 
 
 class _Blame:
@@ -312,6 +321,7 @@ class _Blame:
     def __init__(self, crash: int | None) -> None:
         self.crash = crash
         self.failures: list[tuple[int, str]] = []
+        self.detected: dict[str, int] = {}  # requirement -> when its first violation was detected
         self.changed: dict[str | None, int] = {}  # engine -> when its output was first changed
 
     def settle(self, req: Requirement, row: Row, monitor: Monitor) -> None:
@@ -331,6 +341,7 @@ class _Blame:
             if req.id == OUTPUT:
                 for violation in monitor.violations:
                     self.changed.setdefault(violation.engine, violation.seq)
+        self.detected[req.id] = first.seq
         row.step = first.step
         row.req = first.req
         row.event = first.event

@@ -285,6 +285,21 @@ def test_what_came_before_the_engine_lost_track_is_still_judged() -> None:
     assert "lost count of request a" in (after.message or "")
 
 
+def test_an_obligation_that_was_open_when_the_engine_lost_track_is_not_judged() -> None:
+    req = requirement(
+        "a.b",
+        respond={
+            "then": {"event": "sample", "where": "e.req == t.req"},
+            "by": {"event": "run.end", "where": "not e.crashed"},
+        },
+    )
+    open_at_the_end = [lookup(), *LOST, END]
+    overdue_before = [lookup(), END, *LOST]
+    assert verdict(req, lookup(), END) is Verdict.FAIL
+    assert verdict(req, *open_at_the_end) is Verdict.UNSUPPORTED
+    assert verdict(req, *overdue_before) is Verdict.FAIL
+
+
 def test_a_comparison_with_a_run_that_lost_track_is_not_judged() -> None:
     relate = {"runs": ["connector", "no-connector"], "event": "sample", "project": "e.token"}
     req = requirement("compose.null-effect", relate=relate)
