@@ -175,22 +175,23 @@ def judge(
         else:
             watched.append((req, row))
     if watched:
-        detected = _judge_watched(watched, runs, caps)
-        _excuse(watched, runs, detected)
+        blame = _judge_watched(watched, runs, caps)
+        _excuse(watched, runs, blame)
     return rows
 
 
 def _excuse(
-    watched: list[tuple[Requirement, Row]],
-    runs: Mapping[str, RunLike],
-    detected: Mapping[str, int],
+    watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike], blame: _Blame
 ) -> None:
     """Take back failures that were detected after the engine lost track of a request.
 
     An obligation that was open then may be one that the engine gave no more chance to meet. This
-    also concerns comparisons with such a run. Guarantees keep their verdicts. Changes the rows.
+    also concerns comparisons with such a run. Guarantees keep their verdicts. An engine whose
+    output the connector had changed before is no excuse. Changes the rows.
     """
     since = {name: found for name, run in runs.items() if (found := lost(run.trace)) is not None}
+    if "connector" in since and blame.changed_before(since["connector"][0]):
+        del since["connector"]
     if not since:
         return
     for req, row in watched:
@@ -201,7 +202,7 @@ def _excuse(
         if here is None:
             continue
         seq, why = here
-        if req.relate is not None or row.event is None or detected[req.id] >= seq:
+        if req.relate is not None or row.event is None or blame.detected[req.id] >= seq:
             row.verdict = Verdict.UNSUPPORTED
             row.message = f"not judged: {why}"
             row.check = None
@@ -282,10 +283,10 @@ def _crash_time(trace: Sequence[Event]) -> int | None:
 
 def _judge_watched(
     watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike], caps: Mapping[str, Any]
-) -> dict[str, int]:
-    """Fill in the rows of the requirements that this run can be judged by. Changes the rows.
+) -> _Blame:
+    """Fill in the rows of the requirements that this run can be judged by, and return the blame.
 
-    Returns when the violations that the rows report were detected, by requirement.
+    Changes the rows.
     """
     trace = runs["connector"].trace
     cfg = trace[0] if trace and trace[0]["kind"] == "run.start" else {}
@@ -309,7 +310,7 @@ def _judge_watched(
         blame.settle(req, row, found[req.id])
     for req, row in watched:
         _fill(row, req, found[req.id], crash, blame)
-    return blame.detected
+    return blame
 
 
 class _Blame:
@@ -370,6 +371,10 @@ class _Blame:
         if req.kind == "guarantee" and changed is not None and changed < violation.seq:
             return OUTPUT
         return CRASH if after_crash else None
+
+    def changed_before(self, seq: int) -> bool:
+        """Return whether the connector had changed an engine's output before this time."""
+        return any(changed < seq for changed in self.changed.values())
 
     def before_crash(self) -> str:
         """Return the requirement, or CRASH, that explains why the run was cut short."""

@@ -356,6 +356,14 @@ def test_a_changed_output_concerns_its_own_engine(engine: str, expected: Verdict
     assert verdicts([UNTOUCHED, GUARANTEE], *events)["engine.tells"].verdict is expected
 
 
+def test_an_engine_that_lost_track_by_a_changed_output_is_no_excuse() -> None:
+    reqs = [UNTOUCHED, requirement("a.b")]
+    own = verdicts(reqs, *LOST, built(True), lookup(False))
+    assert own["a.b"].verdict is Verdict.UNSUPPORTED
+    theirs = verdicts(reqs, built(True), *LOST, lookup(False))
+    assert theirs["a.b"].verdict is Verdict.FAIL
+
+
 def test_a_changed_output_explains_no_requirement() -> None:
     found = verdicts([UNTOUCHED, requirement("a.b")], built(True), lookup(False))
     assert found["a.b"].verdict is Verdict.FAIL
