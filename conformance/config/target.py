@@ -145,7 +145,8 @@ SIBLINGS = {
     "fetcher": "Fetcher",
     "greeter": "Greeter",
 }
-"""Name in a case -> class in kvconform.refimpl.variants.siblings."""
+"""Name in a case -> class in SIBLINGS_IN."""
+SIBLINGS_IN = "kvconform.refimpl.variants.siblings"
 
 
 @dataclass
@@ -167,6 +168,11 @@ class MultiTarget(Target):
         """None: MultiConnector is registered."""
         return None
 
+    def siblings(self) -> list[type]:
+        """Return the classes of the connector's siblings."""
+        names = [SIBLINGS[name] for name in self.children if name != "self"]
+        return [getattr(importlib.import_module(SIBLINGS_IN), name) for name in names]
+
     def alone(self) -> Target:
         """Return the target of the connector without its parent."""
         return Target(
@@ -186,7 +192,7 @@ class MultiTarget(Target):
         if name != "self":
             return {
                 "kv_connector": SIBLINGS[name],
-                "kv_connector_module_path": "kvconform.refimpl.variants.siblings",
+                "kv_connector_module_path": SIBLINGS_IN,
                 "kv_role": role,
             }
         target = self.alone()

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvconform.contract.case import Variant
@@ -30,8 +32,8 @@ JUDGED_AFTER = (
     "bind_connector_metadata",
 )
 """Hooks in which a connector may write KV."""
-LOADING_SIBLINGS = {"winner", "fetcher"}
-"""Children of a MultiConnector that load, and come before the connector under test."""
+SIBLINGS_LOAD_IN = ("start_load_kv", "get_transfer_results", "get_finished")
+"""Hooks in which siblings in a MultiConnector write KV."""
 
 
 class Executor:
@@ -65,7 +67,6 @@ class Executor:
         """Counts the steps that computed something or finished a load."""
         self._overlaps = variant.scheduling == "async" and variant.depth > 1
         self._late = variant.late
-        self._siblings_load = bool(LOADING_SIBLINGS & set(variant.case.config.multi))
         self._received: set[str] = set()  # requests whose asynchronous load was just reported
         # Whether the compute stream waited for all work that a layer hook gave to other streams.
         self._joined = device.current.copies()
@@ -101,9 +102,7 @@ class Executor:
             probe.on(hook, before=self._before_layer_hook, after=self._layer_hook)
         for hook in JUDGED_AFTER:
             probe.on(hook, after=lambda call: self._oracle.check_writes(call.hook))
-        if self._siblings_load:
-            for hook in ("start_load_kv", "get_transfer_results"):
-                probe.on(hook, before=lambda call: self._oracle.written_by_sibling(call.hook))
+        probe.around_siblings = self._around_sibling
         probe.on("get_transfer_results", after=self._note_received)
         if device.current.streamed:
             probe.after_any.append(self._device_notes)
@@ -113,6 +112,16 @@ class Executor:
     @property
     def _worker(self) -> Any:
         return self.ranks.current.worker
+
+    @contextmanager
+    def _around_sibling(self, hook: str) -> Iterator[None]:
+        """Tell a sibling's writes from those of the connector before them."""
+        if hook not in SIBLINGS_LOAD_IN:
+            yield
+            return
+        self._oracle.check_writes(hook)
+        yield
+        self._oracle.written_by_sibling(hook)
 
     def _poison_late(self, call: Call) -> None:
         if self._worker.fresh:

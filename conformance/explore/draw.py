@@ -156,7 +156,9 @@ SLICES = ((2, 2), (4, 4), (4, 2))
 SIBLINGS = (
     ["winner", "self"],
     ["self", "holder"],
+    ["self", "winner"],
     ["fetcher", "self"],
+    ["self", "fetcher"],
     ["greeter", "self"],
     ["idle", "self"],
     ["self"],

@@ -89,8 +89,7 @@ def freed_at_once(dice: Dice, block: int) -> Scene:
     steps += [_add("e", other, 6), RUN, _add("d", {"same": "a"}, 2), RUN]
     config = {
         "budget": 64,
-        # Behind the connector, the sibling's writes could not be told from the connector's own.
-        "multi": ["fetcher", "self"],
+        "multi": dice.pick([["fetcher", "self"], ["self", "fetcher"]]),
         "num_blocks": -(-(other + 6) // block) + dice.number(2, 3),
         "prefix_caching": False,
     }

@@ -337,8 +337,8 @@ def _built(e: Event) -> str:
     what = "None" if e["none"] else f"metadata (pickling: {e['pickle_error'] or 'fine'})"
     if e["block_state_kept"]:
         what = "metadata that holds the SchedulerOutput's kv_connector_block_state"
-    changed = "; it changed the SchedulerOutput" if e["output_mutated"] else ""
-    return f"build_connector_meta returned {what}{changed}"
+    changed = "changed the SchedulerOutput and " if e["output_mutated"] else ""
+    return f"build_connector_meta {changed}returned {what}"
 
 
 def _bound(e: Event) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvconform.contract.events import ENGINE_FIELD
 from kvconform.contract.requirement import Match, Requirement
 from kvconform.judge.guards import BoundJoin, hashable, joins_of
 
@@ -37,7 +38,8 @@ class Violation:
     """One violation of a requirement.
 
     `seq` is when it was detected: earlier events may explain it. `event` (a seq), `step` and `req`
-    are what it is about. `trigger` is the triggering event of a `precede` or `respond`.
+    are what it is about. `trigger` is the triggering event of a `precede` or `respond`. `engine` is
+    the one that it happened on; None if there is only one, or if it is about all.
     """
 
     seq: int
@@ -46,6 +48,7 @@ class Violation:
     req: str | None
     say: Callable[[], Said]
     trigger: Event | None = None
+    engine: str | None = None
 
     @property
     def check(self) -> str:
@@ -141,6 +144,7 @@ class Monitor:
                 req=_request(about.get("req")),
                 say=say,
                 trigger=trigger,
+                engine=at.get(ENGINE_FIELD),
             )
             self.violations.append(violation)
 

@@ -111,6 +111,8 @@ class RunLike(Protocol):
 
 CRASH = "engine.crash"
 """`blocked_by` of a row that is blocked by a crash which no requirement explains."""
+OUTPUT = "meta.output-untouched"
+"""Requirement that explains what the engine does with a SchedulerOutput that was changed."""
 
 
 def judge(
@@ -137,10 +139,11 @@ def judge(
 
     A violation detected after a crash of the engine is explained by the crash. A violation of a
     `consequence` requirement is also explained by any MUST that failed at the same event or
-    earlier. What follows after the engine lost track of a request (kvconform.judge.engine_bugs) is
-    UNSUPPORTED. SHOULD and MAY get the same verdicts, and so do requirements in a situation
-    that no vLLM brings about (`beyond`), but these count (`gating`) only with `strict`. A guarantee
-    never counts.
+    earlier. A violation of a guarantee is also explained by an earlier change of the same engine's
+    SchedulerOutput: the engine goes on with what the connector left of it. What follows after the
+    engine lost track of a request (kvconform.judge.engine_bugs) is UNSUPPORTED. SHOULD and MAY get
+    the same verdicts, and so do requirements in a situation that no vLLM brings about (`beyond`),
+    but these count (`gating`) only with `strict`. A guarantee never counts.
     """
     main = runs["connector"]
     rows: list[Row] = []
@@ -172,17 +175,23 @@ def judge(
         else:
             watched.append((req, row))
     if watched:
-        _judge_watched(watched, runs, caps)
-        _excuse(watched, runs)
+        blame = _judge_watched(watched, runs, caps)
+        _excuse(watched, runs, blame)
     return rows
 
 
-def _excuse(watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike]) -> None:
-    """Take back failures that follow after the engine lost track of a request. Changes the rows.
+def _excuse(
+    watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike], blame: _Blame
+) -> None:
+    """Take back failures that were detected after the engine lost track of a request.
 
-    This also concerns comparisons with such a run. Guarantees keep their verdicts.
+    An obligation that was open then may be one that the engine gave no more chance to meet. This
+    also concerns comparisons with such a run. Guarantees keep their verdicts. An engine whose
+    output the connector had changed before is no excuse. Changes the rows.
     """
     since = {name: found for name, run in runs.items() if (found := lost(run.trace)) is not None}
+    if "connector" in since and blame.changed_before(since["connector"][0]):
+        del since["connector"]
     if not since:
         return
     for req, row in watched:
@@ -193,7 +202,7 @@ def _excuse(watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike])
         if here is None:
             continue
         seq, why = here
-        if req.relate is not None or row.event is None or row.event >= seq:
+        if req.relate is not None or row.event is None or blame.detected[req.id] >= seq:
             row.verdict = Verdict.UNSUPPORTED
             row.message = f"not judged: {why}"
             row.check = None
@@ -274,8 +283,11 @@ def _crash_time(trace: Sequence[Event]) -> int | None:
 
 def _judge_watched(
     watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike], caps: Mapping[str, Any]
-) -> None:
-    """Fill in the rows of the requirements that this run can be judged by. Changes the rows."""
+) -> _Blame:
+    """Fill in the rows of the requirements that this run can be judged by, and return the blame.
+
+    Changes the rows.
+    """
     trace = runs["connector"].trace
     cfg = trace[0] if trace and trace[0]["kind"] == "run.start" else {}
     found = evaluate_sides((req for req, _ in watched), trace, caps, cfg)
@@ -298,6 +310,7 @@ def _judge_watched(
         blame.settle(req, row, found[req.id])
     for req, row in watched:
         _fill(row, req, found[req.id], crash, blame)
+    return blame
 
 
 class _Blame:
@@ -309,6 +322,8 @@ class _Blame:
     def __init__(self, crash: int | None) -> None:
         self.crash = crash
         self.failures: list[tuple[int, str]] = []
+        self.detected: dict[str, int] = {}  # requirement -> when its first violation was detected
+        self.changed: dict[str | None, int] = {}  # engine -> when its output was first changed
 
     def settle(self, req: Requirement, row: Row, monitor: Monitor) -> None:
         """Set FAIL with the first violation that nothing explains, or BLOCKED if there is none.
@@ -324,6 +339,10 @@ class _Blame:
             row.verdict = Verdict.FAIL
             if req.level in MUST:
                 self.failures.append((first.seq, req.id))
+            if req.id == OUTPUT:
+                for violation in monitor.violations:
+                    self.changed.setdefault(violation.engine, violation.seq)
+        self.detected[req.id] = first.seq
         row.step = first.step
         row.req = first.req
         row.event = first.event
@@ -334,7 +353,8 @@ class _Blame:
         """Return the requirement, or CRASH, that explains a violation, or None.
 
         An earlier failure explains a consequence, and what follows a crash; otherwise the crash
-        does. How the complete vLLM ended is judged by itself: a user sees it, whatever led to it.
+        does. A guarantee is explained by an output that was changed before. How the complete vLLM
+        ended is judged by itself: a user sees it, whatever led to it.
         """
         if req.event == "live.end":
             return None
@@ -347,7 +367,14 @@ class _Blame:
             ]
             if causes:
                 return min(causes)[1]
+        changed = self.changed.get(violation.engine)
+        if req.kind == "guarantee" and changed is not None and changed < violation.seq:
+            return OUTPUT
         return CRASH if after_crash else None
+
+    def changed_before(self, seq: int) -> bool:
+        """Return whether the connector had changed an engine's output before this time."""
+        return any(changed < seq for changed in self.changed.values())
 
     def before_crash(self) -> str:
         """Return the requirement, or CRASH, that explains why the run was cut short."""

@@ -326,19 +326,25 @@ class Oracle(Loads):
             if len(slots):
                 self._classify(after_hook, layer, slots)
 
-    def written_by_sibling(self, before_hook: str) -> None:
-        """Note the writes since the last call as those of another connector.
+    def written_by_sibling(self, in_hook: str) -> None:
+        """Note the writes since the last check as those of another connector in its hook.
 
         Except where a load of this connector is to fill a slot: it may do that on a thread.
         """
-        for layer, slots in enumerate(self.cache.foreign()):
+        if self.device.streamed or not self.cache.untouched:
+            self.device.launch(self._changes, partial(self._sort_out, in_hook))
+
+    def _sort_out(self, in_hook: str, changes: list[torch.Tensor | None]) -> None:
+        """Tell changes by a sibling from what a load of this connector has brought meanwhile."""
+        for layer, touched in enumerate(changes):
+            slots = self.cache.changed_slots(touched)
             awaited = [
                 any(grant.awaits(layer, slot) for grant in self.open_grants())
                 for slot in slots.tolist()
             ]
             own = np.array(awaited, dtype=bool)
             if own.any():
-                self._classify(before_hook, layer, slots[own])
+                self._classify(in_hook, layer, slots[own])
             if not own.all():
                 self.filled(slots[~own], EXTERNAL, SIBLING)
 

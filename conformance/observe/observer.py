@@ -73,7 +73,8 @@ class Observer:
         self.held: dict[str, set[str]] = {}
         """Directions of the transfers that the engine waits for, by request id."""
         self._lookups: dict[Incarnation, Lookup] = {}
-        self._failed_claims: dict[tuple[str, int, int], int] = {}  # by incarnation and tokens
+        # Transfers that failed, on one rank or on several, by incarnation and tokens.
+        self._failed_claims: dict[tuple[str, int, int], set[str]] = {}
         self._unused: dict[Incarnation, int] = {}  # tokens of loads that the engine has not used
         self._failed_loads: set[Incarnation] = set()  # on any rank, since the blocks were granted
         self._transfers = 0
@@ -165,7 +166,7 @@ class Observer:
 
     def _failures(self, key: Incarnation, tokens: Any) -> int:
         """Return how many loads of `tokens` tokens have failed for this incarnation."""
-        return self._failed_claims.get((*key, tokens if isinstance(tokens, int) else -1), 0)
+        return len(self._failed_claims.get((*key, tokens if isinstance(tokens, int) else -1), ()))
 
     def _stale(self, prefix: Prefix, local: int, end: int) -> int:
         """Return how many of the claimed tokens were only computed before a reset of the cache."""
@@ -472,9 +473,8 @@ class Observer:
         else:
             self._unused.pop(grant.key, None)
             self._failed_loads.add(grant.key)
-        if grant and not grant.failed and not grant.given_up:  # its first report
-            key = (grant.req, grant.generation, grant.end - grant.start)
-            self._failed_claims[key] = self._failed_claims.get(key, 0) + 1
+            claim = (*grant.key, grant.end - grant.start)
+            self._failed_claims.setdefault(claim, set()).add(grant.transfer)
 
     # -- reset
     def _resetting(self, call: Call) -> None:

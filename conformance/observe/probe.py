@@ -13,6 +13,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from kvconform.contract.trace import Trace
@@ -22,13 +23,16 @@ from kvconform.observe.call import NOTHING, Call, check_value
 from kvconform.process import watchdog
 
 Listener = Callable[["Call"], None]
+Surroundings = Callable[[str], AbstractContextManager[None]]
+"""Returns the context in which a sibling's hook of this name runs."""
 
 
 class Probe:
     """Records the hooks of one engine's connector halves in a trace, and calls listeners.
 
-    Only instances of the patched class reach it, so a MultiConnector's other children are not
-    recorded. The half is the instance's role.
+    Only instances of patched classes reach it. A MultiConnector's other children are not recorded:
+    what surrounds the hooks of those that are patched is in `around_siblings`. The half is the
+    instance's role.
     """
 
     active: Probe | None = None
@@ -38,6 +42,7 @@ class Probe:
         self.before: dict[str, list[Listener]] = {}
         self.after: dict[str, list[Listener]] = {}
         self.after_any: list[Listener] = []
+        self.around_siblings: Surroundings | None = None
         self.depth = 0
         self._main = threading.get_ident()
         self.last_error: tuple[str, BaseException] | None = None
@@ -66,7 +71,9 @@ class Probe:
         half = self.half_of(connector)
         rank = 0
         if half is None:
-            return call(connector, *args, **kwargs)
+            return self._unrecorded(
+                connector, hook, functools.partial(call, connector, *args, **kwargs)
+            )
         item = Call(connector, hook, half, self.depth, args, kwargs)
         outermost = self.depth == 0
         if outermost:
@@ -107,6 +114,18 @@ class Probe:
             self.depth -= 1
             self._returned(item, timed_out, outermost)
         return item.result
+
+    def _unrecorded(self, connector: Any, hook: str, call: Callable[[], Any]) -> Any:
+        """Run a hook that is not recorded, a sibling's in its surroundings; return its result."""
+        around = self.around_siblings
+        if around is None or not hasattr(connector, "kvconform_sibling"):
+            return call()
+        self.around_siblings = None  # the outermost call only
+        try:
+            with around(hook):
+                return call()
+        finally:
+            self.around_siblings = around
 
     def half_of(self, connector: Any) -> str | None:
         """Return `scheduler` or `worker`, or None if calls of this object are not recorded.

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvconform.adapters import registry as adapters
 from kvconform.compat import vllm_api
-from kvconform.config.target import Target, inside
+from kvconform.config.target import MultiTarget, Target, inside
 from kvconform.contract.capabilities import complete
 from kvconform.contract.case import Case, Device, Variant
 from kvconform.contract.events import EVENTS, crash, lifecycle, run_cut_short, run_start
@@ -162,8 +162,9 @@ def run_variant(
     )
     if with_connector:
         adapters.install(target.adapters)  # before the connector is imported
+        siblings = target.siblings() if isinstance(target, MultiTarget) else []
         with (
-            Patch(target.resolve(), *stand_ins(target, relation)),
+            Patch(target.resolve(), *stand_ins(target, relation), *siblings),
             gpu.opened(kind, slow) as where,
             adapters.in_force(target.adapters),  # inside: their end uses the device
         ):

@@ -51,6 +51,17 @@ class MutatesOutput(ReferenceConnector):
         return metadata
 
 
+class EditsOutput(ReferenceConnector):
+    """Empties what it has seen in the scheduler's output: resumed requests, and new blocks."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        cached = scheduler_output.scheduled_cached_reqs
+        cached.resumed_req_ids.clear()
+        cached.new_block_ids[:] = [None] * len(cached.new_block_ids)
+        return metadata
+
+
 class KeepsBlockState(ReferenceConnector):
     """Puts the step's block state, a live view of the scheduler, into the metadata."""
 

@@ -165,3 +165,33 @@ def test_a_lookup_after_a_reset_may_find_less_than_before(tmp_path: Path) -> Non
         lookups[1]["repeat"]
         and [row.requirement for row in report.rows if row.verdict == "FAIL"] == []
     )
+
+
+def test_a_load_that_fails_on_every_rank_has_failed_once(tmp_path: Path) -> None:
+    """`lookup.broken-claim-not-repeated` was wrongly reported at the first retry."""
+    steps: list[Data] = [*AGAIN, {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 2}}]
+    workload = mended([*steps, {"run": {}}], config={"tensor_parallel": 4, "groups": ["latent"]})
+    found = outcome(workload, target_of("stumbles"), SPEC, tmp_path / "run", strict=True)
+    assert found.error is None and found.failures == [] and "load" in found.reached
+
+
+def test_who_waits_behind_a_starved_request_has_an_answer_to_come(tmp_path: Path) -> None:
+    """`lookup.answers-eventually` was wrongly reported.
+
+    The lookup of `e` had answered None in the step before the engine ceased to admit `d`, which is
+    ahead of it: it never asked again.
+    """
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 7, "max_tokens": 9}},
+        {"run": {}},
+        {"drop-local": {}},
+        *failing("d"),
+        {"add": {"req": "e", "prompt": {"same": "d"}, "max_tokens": 9}},
+        {"run": {}},
+    ]
+    config = {"budget": 5, "num_blocks": 7, "prefix_caching": False, "spec_tokens": 3}
+    workload = mended(steps, "vllm", config=config)
+    target = Target("undecided_again:UndecidedAgain", {"store": "{tmp}", "load": "async"})
+    found = outcome(workload, target, SPEC, tmp_path / "run", strict=True)
+    assert found.error is None and found.failures == []
+    assert "engine.retry-admitted" in found.broken_guarantees

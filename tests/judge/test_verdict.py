@@ -285,6 +285,21 @@ def test_what_came_before_the_engine_lost_track_is_still_judged() -> None:
     assert "lost count of request a" in (after.message or "")
 
 
+def test_an_obligation_that_was_open_when_the_engine_lost_track_is_not_judged() -> None:
+    req = requirement(
+        "a.b",
+        respond={
+            "then": {"event": "sample", "where": "e.req == t.req"},
+            "by": {"event": "run.end", "where": "not e.crashed"},
+        },
+    )
+    open_at_the_end = [lookup(), *LOST, END]
+    overdue_before = [lookup(), END, *LOST]
+    assert verdict(req, lookup(), END) is Verdict.FAIL
+    assert verdict(req, *open_at_the_end) is Verdict.UNSUPPORTED
+    assert verdict(req, *overdue_before) is Verdict.FAIL
+
+
 def test_a_comparison_with_a_run_that_lost_track_is_not_judged() -> None:
     relate = {"runs": ["connector", "no-connector"], "event": "sample", "project": "e.token"}
     req = requirement("compose.null-effect", relate=relate)
@@ -303,3 +318,52 @@ def test_a_broken_prohibition_explains_consequences_too() -> None:
     found = verdicts([effect, cause], lookup(False), {**END, "free_blocks": 0})
     assert found["a.cause"].verdict is Verdict.FAIL
     assert (found["a.effect"].verdict, found["a.effect"].blocked_by) == (Verdict.BLOCKED, "a.cause")
+
+
+def built(output_mutated: bool, **more: Any) -> dict[str, Any]:
+    return {"kind": "meta.built", "output_mutated": output_mutated, **more}
+
+
+UNTOUCHED = requirement(
+    "meta.output-untouched", level="MUST NOT", event="meta.built", never="e.output_mutated"
+)
+GUARANTEE = requirement("engine.tells", kind="guarantee")
+
+
+@pytest.mark.parametrize("requirements", [[UNTOUCHED, GUARANTEE], [GUARANTEE, UNTOUCHED]])
+def test_what_the_engine_does_with_a_changed_output_is_not_its_fault(
+    requirements: list[Requirement],
+) -> None:
+    found = verdicts(requirements, lookup(), built(True), lookup(False))
+    assert found["meta.output-untouched"].verdict is Verdict.FAIL
+    row = found["engine.tells"]
+    assert (row.verdict, row.blocked_by) == (Verdict.BLOCKED, "meta.output-untouched")
+
+
+def test_what_the_engine_does_with_an_output_of_its_own_is_its_fault() -> None:
+    for events in (
+        [built(False), lookup(False)],
+        [lookup(False), built(True)],
+        [lookup(False), built(True), lookup(False)],
+    ):
+        assert verdicts([UNTOUCHED, GUARANTEE], *events)["engine.tells"].verdict is Verdict.FAIL
+
+
+@pytest.mark.parametrize(("engine", "expected"), [("p", Verdict.BLOCKED), ("c", Verdict.FAIL)])
+def test_a_changed_output_concerns_its_own_engine(engine: str, expected: Verdict) -> None:
+    roles = {"kind": "run.engines", "engines": {"p": "kv_producer", "c": "kv_consumer"}}
+    events = [roles, built(True, on="p"), lookup(False, on=engine)]
+    assert verdicts([UNTOUCHED, GUARANTEE], *events)["engine.tells"].verdict is expected
+
+
+def test_an_engine_that_lost_track_by_a_changed_output_is_no_excuse() -> None:
+    reqs = [UNTOUCHED, requirement("a.b")]
+    own = verdicts(reqs, *LOST, built(True), lookup(False))
+    assert own["a.b"].verdict is Verdict.UNSUPPORTED
+    theirs = verdicts(reqs, built(True), *LOST, lookup(False))
+    assert theirs["a.b"].verdict is Verdict.FAIL
+
+
+def test_a_changed_output_explains_no_requirement() -> None:
+    found = verdicts([UNTOUCHED, requirement("a.b")], built(True), lookup(False))
+    assert found["a.b"].verdict is Verdict.FAIL

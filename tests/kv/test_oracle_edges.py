@@ -6,8 +6,10 @@ They cover the reach of a failure report, the owner of a tail slot, and counts o
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -51,8 +53,9 @@ def test_a_tail_is_free_to_write_while_its_load_is_under_way(
     assert event["req"] == ["a"]
 
 
-def test_every_failure_of_the_same_claim_counts(machine: Machine) -> None:
-    seen = SimpleNamespace(
+def seen_by(machine: Machine) -> Any:
+    """Return what an Observer has seen of failed loads: nothing yet."""
+    return SimpleNamespace(
         trace=machine.trace,
         _loads=machine.oracle,
         _failed_claims={},
@@ -61,13 +64,26 @@ def test_every_failure_of_the_same_claim_counts(machine: Machine) -> None:
         _losses=0,
         activity=0,
     )
+
+
+def test_every_failure_of_the_same_claim_counts(machine: Machine) -> None:
+    seen = seen_by(machine)
     for attempt in (1, 2, 3):
         grant = machine.grant("a", [1, 2, 3, 4], 0, 8)
         for block in (1, 2):  # the second report of a failure is no second failure
-            Observer._fail(seen, "a", grant, [block], [])  # type: ignore[arg-type]
+            Observer._fail(seen, "a", grant, [block], [])
             grant.failed.add(block)
-        assert seen._failed_claims == {("a", 0, 8): attempt}
+        assert Observer._failures(seen, ("a", 0), 8) == attempt
         assert seen.activity == 2 * attempt, "the store may have become smaller"
+    assert Observer._failures(seen, ("a", 0), 4) == Observer._failures(seen, ("a", 1), 8) == 0
+
+
+def test_a_load_that_fails_on_every_rank_has_failed_once(machine: Machine) -> None:
+    seen = seen_by(machine)
+    grant = machine.grant("a", [1, 2, 3, 4], 0, 8)
+    for _ in range(4):  # each rank has a grant of its own for the same transfer
+        Observer._fail(seen, "a", copy.deepcopy(grant), [1, 2], [])
+    assert Observer._failures(seen, ("a", 0), 8) == 1
 
 
 def test_a_store_that_nothing_touched_has_not_shrunk(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from beside_fetcher import Scribbles
 from kvconform.config.target import Target, inside
 from kvconform.contract.capabilities import complete
 from kvconform.contract.case import Case
@@ -30,6 +32,85 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("kvconform.refimpl.variants.plain:Plain", {}),
     "decoy": ("kvconform.refimpl.variants.decoy:Decoy", {}),
 }
+
+FETCHED = """
+  - add: {req: a, prompt: 17, max_tokens: 2}
+  - run: {}
+  - add: {req: b, prompt: 6, max_tokens: 8}
+  - step: 2
+  - add: {req: c, prompt: {same: a}, max_tokens: 2}
+  - run: {}
+  - add: {req: e, prompt: 18, max_tokens: 6}
+  - run: {}
+"""
+"""Steps in which a fetcher loads the prompt of c, beside b, which decodes."""
+
+
+def behind(sibling: str, steps: str = FETCHED) -> Case:
+    """Return a case with a sibling that loads behind the connector under test."""
+    config = {"multi": ["self", sibling], "num_blocks": 20, "prefix_caching": False}
+    return Case.model_validate(
+        {
+            "id": "multi.behind",
+            "area": "multi",
+            "text": "A sibling behind the connector loads.",
+            "config": config,
+            "relations": [],
+            "steps": yaml.safe_load(steps),
+        }
+    )
+
+
+@pytest.mark.parametrize("sibling", ["fetcher", "winner"])
+@pytest.mark.parametrize(
+    "connector", ["loading:NeverHits", "saving:StoresNothing", "decoy:Decoy", "plain:Plain"]
+)
+def test_what_a_sibling_behind_the_connector_loads_is_its_own(
+    connector: str, sibling: str, tmp_path: Path
+) -> None:
+    target = Target(f"kvconform.refimpl.variants.{connector}", {})
+    for number, variant in enumerate(behind(sibling).variants(["reference", "vllm"])):
+        report = run_and_judge(variant, target, SPEC, seed=number, tmp=tmp_path / str(number))
+        assert report.harness_error is None
+        assert [row for row in report.rows if row.verdict == "FAIL"] == []
+
+
+def test_a_sibling_behind_the_connector_loads_the_right_kv(tmp_path: Path) -> None:
+    target = Target("kvconform.refimpl.variants.loading:NeverHits", {})
+    variant = behind("fetcher").variants(["reference"])[0]
+    trace = run_variant(variant, target, seed=0, tmp=tmp_path).trace
+    states = [event for event in trace if event["kind"] == "req.state" and event["req"] == "c"]
+    assert states[0]["to"] == "WAITING_FOR_REMOTE_KVS"
+    assert not [event for event in trace if event["kind"] in ("kv.changed", "kv.wrong")]
+
+
+@pytest.mark.parametrize("order", [["self", "fetcher"], ["fetcher", "self"]])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "start_load_kv",
+        "wait_for_layer_load",
+        "wait_for_save",
+        "get_transfer_results",
+        "get_block_ids_with_load_errors",
+    ],
+)
+def test_a_stray_write_beside_a_sibling_that_loads_is_found(
+    hook: str, order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scribbles, "hook", hook, raising=False)
+    case = behind("fetcher")
+    case = case.model_copy(update={"config": case.config.model_copy(update={"multi": order})})
+    target = Target("beside_fetcher:Scribbles", {})
+    report = run_and_judge(case.variants(["vllm"])[0], target, SPEC, seed=0, tmp=tmp_path)
+    assert "load.only-grant" in {row.requirement for row in report.rows if row.verdict == "FAIL"}
+
+
+def test_a_load_that_only_the_sibling_was_granted_is_found(tmp_path: Path) -> None:
+    variant = behind("fetcher").variants(["vllm"])[0]
+    target = Target("beside_fetcher:LoadsToo", {})
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path)
+    assert "load.only-grant" in {row.requirement for row in report.rows if row.verdict == "FAIL"}
 
 
 @pytest.mark.parametrize("name", TARGETS)
