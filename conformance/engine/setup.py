@@ -69,7 +69,7 @@ def build(
     given_id = config.kv_transfer_config.engine_id if connected else None
     ranks = Ranks(_ranks(config, shards), trace)
     view = EngineView(info, ranks)
-    hashes = HashBook(variant.block_size, view.identity)
+    hashes = HashBook(variant.hash_size, view.identity)
     watch = Watch(trace, probe, hashes, view.generation)
     telemetry = Telemetry(trace, probe, hashes, config)
     # MultiConnector relays what its children give; the reports of several ranks are joined.
@@ -163,6 +163,7 @@ def _configure(
         for place in places(settings, with_connector=connected)
     ]
     for place, (cache, _) in found:
+        cache.hash_size = variant.hash_size
         if place.alone and (settings.layers or settings.drafter):
             cache.names = [f"model.layers.{n}.self_attn.attn" for n in settings.layer_numbers]
             cache.drafter = len(cache.names) - 1 if settings.drafter else None
