@@ -71,7 +71,9 @@ def build(
     view = EngineView(info, ranks)
     hashes = HashBook(variant.hash_size, view.identity)
     watch = Watch(trace, probe, hashes, view.generation)
-    telemetry = Telemetry(trace, probe, hashes, config)
+    telemetry = Telemetry(
+        trace, probe, hashes, config, groups=max(1, len(variant.case.config.groups))
+    )
     # MultiConnector relays what its children give; the reports of several ranks are joined.
     alone = len(ranks.members) == 1 and not variant.case.config.multi
     relay = Relay(trace, probe) if alone else None

@@ -192,15 +192,26 @@ _engines: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
 class Telemetry:
     """Listens to one engine's connector halves. Changes nothing but the trace.
 
-    `shared`: an engine outside of this trace may have stored what the connector finds.
+    `shared`: an engine outside of this trace may have stored what the connector finds. `groups`:
+    the number of KV cache groups. Of several, lookups are compared with the announcements of the
+    first one, which has full attention: what they find must be announced, but an announcement of
+    one group does not promise what a lookup needs of the others.
     """
 
     def __init__(
-        self, trace: Trace, probe: Probe, book: HashBook, config: Any, *, shared: bool = False
+        self,
+        trace: Trace,
+        probe: Probe,
+        book: HashBook,
+        config: Any,
+        *,
+        shared: bool = False,
+        groups: int = 1,
     ) -> None:
         self.trace = trace
         self.book = book
         self.config = config
+        self.groups = groups
         self.stored: dict[Any, int] = {}
         """Tokens of the blocks that this engine announced, by block hash."""
         self.withdrawn_from = [self.stored]
@@ -253,9 +264,10 @@ class Telemetry:
                 problem=problem or _shape(op, event, hashes, tokens, size),
                 repeated=any(event is other for other in self.taken),
             )
-            if op == "stored":
+            ours = getattr(event, "group_idx", None) in (None, 0)
+            if op == "stored" and ours:
                 self.stored.update(dict.fromkeys(hashes, size))
-            elif op == "removed":
+            elif op == "removed" and ours:
                 for stored, known in itertools.product(self.withdrawn_from, hashes):
                     stored.pop(known, None)
             elif op == "cleared":
@@ -315,14 +327,18 @@ class Telemetry:
             return
         size = self.book.block_size
         # The engine computes the last token, so a block that holds it need not be served.
-        due = self.book.reach(request, self.stored, limit=request.num_tokens - 1)
+        due = 0
+        if self.groups == 1:
+            due = self.book.reach(request, self.stored, limit=request.num_tokens - 1)
         missing = self.book.between(request, local + tokens, due)
         # A chunk may be announced before the one in front of it, which the engine has itself.
         expected_end = self.book.reach(request, self.stored, local)
         finds_more = expected_end < (local + tokens) // size * size
         untold: Iterable[Any] = ()
         if self._alone() and finds_more:
-            untold = self.book.between(request, expected_end)
+            untold = self.book.between(
+                request, expected_end, local + tokens if self.groups > 1 else None
+            )
         self.trace.emit(
             "events.lookup",
             req=request.request_id,
@@ -466,6 +482,8 @@ def _shape(op: str, event: Any, hashes: list[Any], tokens: list[int], size: Any)
     describes = op == "stored" and (tokens or event.parent_block_hash is not None)
     if describes and (type(size) is not int or size <= 0 or len(tokens) != len(hashes) * size):
         return f"{len(tokens)} token_ids for {len(hashes)} blocks of {size}"
+    if op == "stored" and (type(size) is not int or size < 0):
+        return f"block_size is {size}"
     return "" if isinstance(event.medium, str) else "medium is missing"
 
 
