@@ -212,6 +212,9 @@ class Telemetry:
         self.book = book
         self.config = config
         self.groups = groups
+        switch = getattr(config, "kv_events_config", None)
+        self.publishes = switch is not None and switch.enable_kv_cache_events
+        """Whether KV events are switched on, or the connector has published some nevertheless."""
         self.stored: dict[Any, int] = {}
         """Tokens of the blocks that this engine announced, by block hash."""
         self.withdrawn_from = [self.stored]
@@ -250,6 +253,7 @@ class Telemetry:
             return
         events = list(call.result)
         call.result = events  # a generator can be read only once
+        self.publishes = self.publishes or bool(events)
         for event in events:
             op = _OPERATIONS.get(type(event).__name__, "other")
             hashes = list(getattr(event, "block_hashes", None) or [])
@@ -335,7 +339,7 @@ class Telemetry:
         expected_end = self.book.reach(request, self.stored, local)
         finds_more = expected_end < (local + tokens) // size * size
         untold: Iterable[Any] = ()
-        if self._alone() and finds_more:
+        if self.publishes and self._alone() and finds_more:
             untold = self.book.between(
                 request, expected_end, local + tokens if self.groups > 1 else None
             )
