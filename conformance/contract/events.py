@@ -135,8 +135,9 @@ _kind(
     "run.start",
     "harness",
     "seed:int engine:str case:str scheduling:str runner:str depth:int vllm:str block_size:int "
-    "hash_size:int num_blocks:int policies:list connector:str? spec_tokens:int role:str failure_policy:str "
-    "groups:int ranks:int stages:int context_ranks:int drafter:bool device:str slow:str?",
+    "hash_size:int num_blocks:int policies:list connector:str? spec_tokens:int role:str "
+    "failure_policy:str groups:int ranks:int stages:int context_ranks:int drafter:bool device:str "
+    "slow:str?",
     "The run begins; its fields are the constants `cfg`. hash_size = tokens per block hash.",
 )
 _kind(

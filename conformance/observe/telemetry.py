@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from kvconform.compat.block_keys import ExtraKeys, extra_keys_of
 from kvconform.contract.events import ARGUMENTS
 from kvconform.contract.trace import Trace
 from kvconform.kv.provenance import ROOT, extend
@@ -40,12 +41,14 @@ class Stored:
     - `end`: end of the block, in tokens.
     - `parents`: the hashes of the blocks before it, by their ends.
     - `lora`: name of the request's LoRA adapter.
+    - `extra_keys`: what else the hashes of the request's blocks depend on.
     """
 
     tokens: list[int]
     end: int
     parents: dict[int, Any]
     lora: str | None
+    extra_keys: ExtraKeys
 
 
 class HashBook:
@@ -87,6 +90,7 @@ class HashBook:
         distinct = True
         parents: dict[int, Any] = {}
         lora = None if request.lora_request is None else request.lora_request.lora_name
+        extra_keys = extra_keys_of(request)
         for position, token in enumerate(tokens):
             chain = extend(chain, token, identity.extra(position))
             end = position + 1
@@ -96,7 +100,7 @@ class HashBook:
             same = same and self._hash_of.setdefault(chain, key) == key
             distinct = distinct and self._content_of.setdefault(key, chain) == chain
             if key not in self.blocks:
-                self.blocks[key] = Stored(tokens, end, dict(parents), lora)
+                self.blocks[key] = Stored(tokens, end, dict(parents), lora, extra_keys)
             parents[end] = key
         return {
             "count": len(keys),
@@ -318,6 +322,11 @@ class Telemetry:
             return "the first block has a parent"
         if (block.lora is None) != (getattr(event, "lora_name", block.lora) is None):
             return "lora_name is not that of the request"
+        extra = getattr(event, "extra_keys", None)  # a connector may leave them out
+        if extra is not None and (
+            len(extra) != len(hashes) or extra[number] != block.extra_keys(start, block.end)
+        ):
+            return "extra_keys are not those of the block"
         return ""
 
     def _lookup(self, call: Call) -> None:

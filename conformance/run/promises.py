@@ -242,10 +242,10 @@ class Promises:
         """Return how many tokens of `request` must be loadable or local.
 
         `source` has computed `final` positions of this content, from the prompt `prompt`. `groups`,
-        `window`, `caching`, `room`, `layout` and `prefix_match_unit` are as in `Plain`: a connector may behave
-        differently with several groups or in a layout, need a prefix cache, or save only what is
-        about to be evicted. `found`: tokens that came back. If they are all that could be promised,
-        no plain run is made: all whole blocks, of a connector that stores nothing else.
+        `window`, `caching`, `room`, `layout` and `prefix_match_unit` are as in `Plain`: a connector
+        may behave differently with several groups or in a layout, need a prefix cache, or save only
+        what is about to be evicted. `found`: tokens that came back. If they are all that could be
+        promised, no plain run is made: all whole blocks, of a connector that stores nothing else.
         """
         saves = self.caps["saves"]
         if final is None or saves == "none" or not self.caps["store"]:
