@@ -94,7 +94,8 @@ class _Chunk:
     def stored(self) -> BlockStored:
         """Return the event that announces the chunk."""
         # Older releases identify an adapter only by its number, and give no extra keys.
-        late = {"lora_name": self.lora and self.lora.lora_name, "extra_keys": [self.extra_keys]}
+        extra = [self.extra_keys] if self.extra_keys else None
+        late = {"lora_name": self.lora and self.lora.lora_name, "extra_keys": extra}
         known = {key: late[key] for key in late if key in BlockStored.__struct_fields__}
         number = self.lora and self.lora.lora_int_id
         return BlockStored(
