@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from kvconform.compat.block_keys import extra_keys_of
 from kvconform.refimpl.paging import Share
 
 if TYPE_CHECKING:
@@ -88,13 +89,14 @@ class _Chunk:
     parent: Any
     tokens: list[int]
     lora: Any
+    extra_keys: tuple[Any, ...] | None
 
     def stored(self) -> BlockStored:
         """Return the event that announces the chunk."""
-        name: dict[str, Any] = {}
-        # Older releases identify an adapter only by its number.
-        if "lora_name" in BlockStored.__struct_fields__:
-            name["lora_name"] = self.lora and self.lora.lora_name
+        # Older releases identify an adapter only by its number, and give no extra keys.
+        extra = [self.extra_keys] if self.extra_keys else None
+        late = {"lora_name": self.lora and self.lora.lora_name, "extra_keys": extra}
+        known = {key: late[key] for key in late if key in BlockStored.__struct_fields__}
         number = self.lora and self.lora.lora_int_id
         return BlockStored(
             block_hashes=self.hashes,
@@ -103,7 +105,7 @@ class _Chunk:
             block_size=len(self.tokens),
             lora_id=number,
             medium=MEDIUM,
-            **name,
+            **known,
         )
 
 
@@ -144,7 +146,10 @@ class Telemetry(KVConnectorBase_V1):
                 if start:
                     parent = maybe_convert_block_hash(request.block_hashes[start // size - 1])
                 tokens = list(request.all_token_ids[start:end])
-                self._planned[piece.key] = _Chunk([last], parent, tokens, request.lora_request)
+                extra = extra_keys_of(request)(start, end)
+                self._planned[piece.key] = _Chunk(
+                    [last], parent, tokens, request.lora_request, extra
+                )
         return bool(pieces)
 
     def _notice_reset(self) -> None:

@@ -142,7 +142,7 @@ def build_cache_config(cache: PagedCache) -> KVCacheConfig:
         num_blocks=cache.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups
     )
     if hasattr(config, "hash_block_size"):
-        config.hash_block_size = cache.block_size
+        config.hash_block_size = cache.hash_size
     if hasattr(config, "kv_cache_layout"):
         config.kv_cache_layout = cache.layout
     return config

@@ -271,7 +271,7 @@ def build_scheduler(
     options: dict[str, int] = {}
     if len(cache.kv_cache_groups) > 1:
         size = math.lcm(*(group.kv_cache_spec.block_size for group in cache.kv_cache_groups))
-        options["hash_block_size"] = block_size
+        options["hash_block_size"] = getattr(cache, "hash_block_size", None) or block_size
     scheduler = cls(
         vllm_config=config,
         kv_cache_config=cache,

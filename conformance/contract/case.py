@@ -139,6 +139,11 @@ class Config(Model):
         description="steps of one token per request replay a graph, which calls no layer hooks,"
         " unless the connector's class requires piecewise graphs",
     )
+    prefix_match_unit: PositiveInt | None = Field(
+        default=None,
+        description="tokens per block hash, if smaller than a block: a prefix-cache hit may end"
+        " inside a block",
+    )
     layout: Layout | None = Field(
         default=None,
         description="the only order of a KV tensor's axes that the attention supports",
@@ -191,6 +196,7 @@ OPTIONS: dict[str, str] = {
     "context_parallel": "decode_context_parallel_size",
     "long_prefill_threshold": "long_prefill_token_threshold",
     "window": "hf_overrides",
+    "prefix_match_unit": "prefix_match_unit",
     "stats": "disable_log_stats",
 }
 """Fields of `Config` that need no situation, as vLLM has such an option: field -> EngineArgs."""
@@ -378,6 +384,18 @@ class Case(Model):
         sizes = self.matrix.block_size or [self.config.block_size]
         if any(each % (size * degree) for each in sizes for degree in self.context_degrees):
             raise ValueError("config: kernel_block_size must divide the blocks of a rank's memory")
+        return self
+
+    @model_validator(mode="after")
+    def _hash_blocks(self) -> Case:
+        unit = self.config.prefix_match_unit
+        if unit is None:
+            return self
+        sizes = self.matrix.block_size or [self.config.block_size]
+        if len(self.config.groups) < 2 or any(each % unit for each in sizes):
+            raise ValueError(
+                "config: prefix_match_unit needs several groups, and must divide the block size"
+            )
         return self
 
     @model_validator(mode="after")
@@ -641,6 +659,11 @@ class Variant:
     def id(self) -> str:
         """The name of the run: its case and its axes."""
         return variant_id(self.case.id, **self.axes)
+
+    @property
+    def hash_size(self) -> int:
+        """Tokens per block hash."""
+        return self.case.config.prefix_match_unit or self.block_size
 
     @property
     def axes(self) -> dict[str, Any]:

@@ -135,9 +135,10 @@ _kind(
     "run.start",
     "harness",
     "seed:int engine:str case:str scheduling:str runner:str depth:int vllm:str block_size:int "
-    "num_blocks:int policies:list connector:str? spec_tokens:int role:str failure_policy:str "
-    "groups:int ranks:int stages:int context_ranks:int drafter:bool device:str slow:str?",
-    "The run begins; its fields are the constants `cfg`.",
+    "hash_size:int num_blocks:int policies:list connector:str? spec_tokens:int role:str "
+    "failure_policy:str groups:int ranks:int stages:int context_ranks:int drafter:bool device:str "
+    "slow:str?",
+    "The run begins; its fields are the constants `cfg`. hash_size = tokens per block hash.",
 )
 _kind(
     "run.end",
@@ -518,8 +519,8 @@ _kind(
     "block",
     "sched",
     "op:str id:int owner:str? ref:int in_flight:bool",
-    "An operation of the block pool on one block; in_flight = a step that has not landed "
-    "writes to it.",
+    "An operation of the block pool on one block, or of the engine (poison; copy: another block's "
+    "content was copied to it); in_flight = a step that has not landed writes to it.",
 )
 _kind(
     "block.published",
@@ -640,9 +641,9 @@ _kind(
 _kind(
     "state.offered",
     "sched",
-    "req:str group:int block:int tokens:int in_table:bool again:bool",
+    "req:str group:int block:int tokens:int in_table:bool copied:bool again:bool",
     "build_connector_meta is offered the state after a request's first `tokens` tokens, in a "
-    "block; again = in the same block as before.",
+    "block; copied = the step copies another block to it; again = in the same block as before.",
 )
 _kind(
     "kv.registered",
@@ -870,6 +871,7 @@ def run_start(
     block_size: int,
     num_blocks: int,
     connector: str | None,
+    hash_size: int | None = None,
     policies: Sequence[str] = (),
     spec_tokens: int = 0,
     role: str = "kv_both",
@@ -882,8 +884,12 @@ def run_start(
     device: str = "cpu",
     slow: str | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of `run.start`. Every run of every engine begins with these. Pure."""
-    return {**locals(), "policies": list(policies)}
+    """Return the fields of `run.start`. Every run of every engine begins with these. Pure.
+
+    `hash_size` is the block size by default.
+    """
+    given = dict(locals())
+    return {**given, "policies": list(policies), "hash_size": hash_size or block_size}
 
 
 def run_end(

@@ -319,6 +319,12 @@ class LocalHitsE(BaseExpectation):
     local_hits: Counted = Field(alias="local-hits")
 
 
+class CopiesE(BaseExpectation):
+    """Blocks of a prefix-cache hit that the engine copied, as the hit ends inside them."""
+
+    copies: Counted
+
+
 class GivenUpE(BaseExpectation):
     """Producers' requests whose blocks were released before a consumer looked anything up."""
 

@@ -188,6 +188,8 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
         groups.make_latent(config)
     if "state" in settings.groups:
         groups.make_recurrent(config)
+    if settings.prefix_match_unit is not None:
+        config.cache_config.prefix_match_unit = settings.prefix_match_unit
     if len(settings.groups) > 1:
         # vLLM does not start a connector that does not support several groups.
         config.scheduler_config.disable_hybrid_kv_cache_manager = False

@@ -69,9 +69,11 @@ def build(
     given_id = config.kv_transfer_config.engine_id if connected else None
     ranks = Ranks(_ranks(config, shards), trace)
     view = EngineView(info, ranks)
-    hashes = HashBook(variant.block_size, view.identity)
+    hashes = HashBook(variant.hash_size, view.identity)
     watch = Watch(trace, probe, hashes, view.generation)
-    telemetry = Telemetry(trace, probe, hashes, config)
+    telemetry = Telemetry(
+        trace, probe, hashes, config, groups=max(1, len(variant.case.config.groups))
+    )
     # MultiConnector relays what its children give; the reports of several ranks are joined.
     alone = len(ranks.members) == 1 and not variant.case.config.multi
     relay = Relay(trace, probe) if alone else None
@@ -163,6 +165,7 @@ def _configure(
         for place in places(settings, with_connector=connected)
     ]
     for place, (cache, _) in found:
+        cache.hash_size = variant.hash_size
         if place.alone and (settings.layers or settings.drafter):
             cache.names = [f"model.layers.{n}.self_attn.attn" for n in settings.layer_numbers]
             cache.drafter = len(cache.names) - 1 if settings.drafter else None

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -140,6 +140,7 @@ class Worker:
         self.overlap = Overlap(cache)
         self.rows: list[Row] = []
         self.fresh: list[HandedOut] = []
+        self._copies: Sequence[tuple[int, int]] = ()
         self._computed = Content.of(cache.book, np.empty(0, dtype=np.uint64))
         self._reads: list[Reads] = []
         self._corruption: dict[str, int] = {}
@@ -196,12 +197,25 @@ class Worker:
                 ref=1,
                 in_flight=False,
             )
+        owners = {block: owner for block, owner, _ in self.fresh}
         self.fresh = []
+        if self._copies:
+            self.device.launch(self._copy_blocks)
+        for _, target in self._copies:
+            self.trace.emit(
+                "block", op="copy", id=target, owner=owners.get(target), ref=1, in_flight=False
+            )
+
+    def _copy_blocks(self) -> None:
+        """Copy the blocks that a prefix-cache hit ends in: their requests write to the copies."""
+        for source, target in self._copies:
+            self.oracle.copied(*self.cache.copy_block(source, target))
 
     # -- one step
     def begin(self, output: Any, fresh: list[HandedOut]) -> None:
         """Take over a SchedulerOutput. Afterwards, `rows` is what the forward pass computes."""
         self.fresh = fresh
+        self._copies = getattr(output, "kv_cache_block_copies", None) or ()
         self.batch.update(output)
         self.rows = self.batch.rows(output)
         self._nonce = (self._nonce + 1) & 0xFFFF

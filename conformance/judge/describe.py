@@ -630,7 +630,7 @@ def _engine_id(e: Event) -> str:
 def _offered(e: Event) -> str:
     text = f"the state of {e['req']} after {many(e['tokens'], 'token')} is offered"
     text += f" in block {e['block']} of group {e['group']}"
-    if not e["in_table"]:
+    if not e["in_table"] and not e["copied"]:
         text += ", which is not in its table"
     if e["again"]:
         text += ", again"

@@ -195,7 +195,23 @@ class Tensors:
         for group, layers in enumerate(self.pages.layers):
             for layer in layers:
                 found[layer] = self._changes(group, layer)
+        self._adopt_padding()
         return found
+
+    def _adopt_padding(self) -> None:
+        """Copy to the shadow what follows the states in their blocks, which is nobody's.
+
+        A connector may write it, and the block may belong to another group later.
+        """
+        count = len(self.pages.owners)
+        for group, layers in enumerate(self.pages.layers):
+            own = self._own(group)
+            used = self.pages.views[layers[0]][0].numel()
+            if own is None or used == self.pages.whole.numel() // count:
+                continue
+            real = self.pages.whole.view(count, -1)[:, used:]
+            shadow = self.pages.whole_shadow.view(count, -1)[:, used:]
+            shadow.copy_(torch.where(own[:, None], real, shadow))
 
     def _changes(self, group: int, layer: int) -> torch.Tensor | None:
         # As bits, so that NaN equals itself.
@@ -369,6 +385,7 @@ class Kernels(Tensors):
                 slots = torch.where(touched[:, number].flatten(), self._every[group], -1)
                 real, shadow = self._layers[layer]
                 scatter(shadow, slots, gather(real, slots, None, self.backend), self.backend)
+        self._adopt_padding()
         return found
 
 

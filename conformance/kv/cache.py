@@ -127,6 +127,7 @@ class PagedCache:
     tensors have those: block b is the kernel blocks [b * kernel_blocks, (b + 1) * kernel_blocks).
 
     `names` are those of the layers. `drafter` is the index of the drafter's layer, if it has KV.
+    `hash_size` is the number of tokens per block hash.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class PagedCache:
         self.kernel_block_size = kernel_block_size if layout in SPLITTABLE else None
         self.kernel_blocks = self._kernel_blocks()
         self.drafter: int | None = None
+        self.hash_size = block_size
         self.stride = max(group.block_size for group in self.groups)
         self.names = [f"model.layers.{i}.self_attn.attn" for i in range(book.layers)]
         self.group_of: np.ndarray = np.zeros(num_blocks, dtype=np.int64)
@@ -283,6 +285,19 @@ class PagedCache:
         Heads that its group does not have are left out.
         """
         self._access.write(layer, *self.split(slots), content, which)
+
+    def copy_block(self, source: int, target: int) -> np.ndarray:
+        """Copy a block, as the engine; return its slots [2, n] in the source and in the target.
+
+        The target becomes a block of the source's group.
+        """
+        number = self.group_of[target] = int(self.group_of[source])
+        group = self.groups[number]
+        offsets = np.arange(1 if group.recurrent else group.block_size)
+        slots = np.stack([block * self.stride + offsets for block in (source, target)])
+        for layer in group.layers:
+            self.write_rows(layer, slots[1], self.read(layer, slots[0]).numpy())
+        return slots
 
     def write_rows(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> None:
         """Write rows [n, heads, width] to slots [n] of one layer, as the engine.

@@ -294,6 +294,13 @@ class Oracle(Loads):
         self.fill_ref[slots] = self._ref(fill)
         self.version[:, slots] += 1
 
+    def copied(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Note that the engine copied the content of slots to others."""
+        self._refilled(target)
+        self.fill_kind[target] = self.fill_kind[source]
+        self.fill_ref[target] = self.fill_ref[source]
+        self.version[:, target] += 1
+
     def emptied(self, slots: np.ndarray) -> None:
         """Note that `slots` no longer hold anything: their blocks were handed out again."""
         self._refilled(slots)

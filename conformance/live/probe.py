@@ -154,6 +154,7 @@ class Recorder:
             depth=config.max_concurrent_batches,
             vllm=vllm_api.VLLM_VERSION,
             block_size=groups[0].kv_cache_spec.block_size if groups else 0,
+            hash_size=getattr(cache, "hash_block_size", None),
             num_blocks=cache.num_blocks,
             connector=None if transfer is None else transfer.kv_connector,
             spec_tokens=config.num_speculative_tokens if config.speculative_config else 0,

@@ -113,7 +113,12 @@ class SchedulerProbe:
         hashes = HashBook(size, self.roster.identity)
         self.watch = Watch(trace, probe, hashes, self.roster.generation)
         self.telemetry = Telemetry(
-            trace, probe, hashes, config, shared=os.environ.get(SHARED) == "1"
+            trace,
+            probe,
+            hashes,
+            config,
+            shared=os.environ.get(SHARED) == "1",
+            groups=len(self.loads.shape.groups),
         )
         self.observer = Observer(trace, probe, self.memory, self.view)
         inspector = getattr(scheduler.connector, "kvconform_inspector", None)

@@ -18,6 +18,7 @@ from kvconform.compat.step import has_sync_loads
 from kvconform.compat.vllm_api import FINISHED_ERROR, RequestStatus, is_chunk
 from kvconform.contract.events import NO_OWNER
 from kvconform.contract.trace import Event, Trace
+from kvconform.kv.cache import Group
 from kvconform.kv.provenance import HandedOut
 from kvconform.observe.observer import Observer
 from kvconform.observe.view import SchedulerView
@@ -425,7 +426,7 @@ class Ledger:
             if request is None:
                 continue
             blocks = scheduler.kv_cache_manager.get_block_ids(req)[0]
-            cached = sum(self.pool.blocks[block].block_hash is not None for block in blocks)
+            cached = sum(_is_whole(self.pool.blocks[block], self._groups[0]) for block in blocks)
             self.trace.emit(
                 "req.updated",
                 req=req,
@@ -489,6 +490,13 @@ class Ledger:
         }
         only_the_latest = len(found) == 1 and found[0] in last.values()
         return [] if only_the_latest else found
+
+
+def _is_whole(block: Any, group: Group) -> bool:
+    """Return whether the pool has a hash of the whole block, and not only of its beginning."""
+    if block.block_hash is None:
+        return False
+    return (getattr(block, "block_hash_num_tokens", None) or 0) % group.block_size == 0
 
 
 def _counters(request: Any) -> dict[str, int]:

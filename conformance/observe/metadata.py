@@ -74,6 +74,7 @@ class MetadataObserver:
         call.scratch["digest"] = scheduler_output_digest(output)
         state: Any = getattr(output, "kv_connector_block_state", None)
         offers = {} if state is None else getattr(state, "boundary_state_offloads", {})
+        copied = {target for _, target in getattr(output, "kv_cache_block_copies", None) or ()}
         for req, states in offers.items():
             for group, block, tokens in states:
                 table = (state.get_block_ids(req) or [()] * (group + 1))[group]
@@ -85,6 +86,7 @@ class MetadataObserver:
                     block=block,
                     tokens=tokens,
                     in_table=block in table,
+                    copied=block in copied,
                     again=self._offered.get(key) == block,
                 )
                 self._offered[key] = block

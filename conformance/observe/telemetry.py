@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from kvconform.compat.block_keys import ExtraKeys, extra_keys_of
 from kvconform.contract.events import ARGUMENTS
 from kvconform.contract.trace import Trace
 from kvconform.kv.provenance import ROOT, extend
@@ -40,12 +41,14 @@ class Stored:
     - `end`: end of the block, in tokens.
     - `parents`: the hashes of the blocks before it, by their ends.
     - `lora`: name of the request's LoRA adapter.
+    - `extra_keys`: what else the hashes of the request's blocks depend on.
     """
 
     tokens: list[int]
     end: int
     parents: dict[int, Any]
     lora: str | None
+    extra_keys: ExtraKeys
 
 
 class HashBook:
@@ -87,6 +90,7 @@ class HashBook:
         distinct = True
         parents: dict[int, Any] = {}
         lora = None if request.lora_request is None else request.lora_request.lora_name
+        extra_keys = extra_keys_of(request)
         for position, token in enumerate(tokens):
             chain = extend(chain, token, identity.extra(position))
             end = position + 1
@@ -96,7 +100,7 @@ class HashBook:
             same = same and self._hash_of.setdefault(chain, key) == key
             distinct = distinct and self._content_of.setdefault(key, chain) == chain
             if key not in self.blocks:
-                self.blocks[key] = Stored(tokens, end, dict(parents), lora)
+                self.blocks[key] = Stored(tokens, end, dict(parents), lora, extra_keys)
             parents[end] = key
         return {
             "count": len(keys),
@@ -192,15 +196,29 @@ _engines: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
 class Telemetry:
     """Listens to one engine's connector halves. Changes nothing but the trace.
 
-    `shared`: an engine outside of this trace may have stored what the connector finds.
+    `shared`: an engine outside of this trace may have stored what the connector finds. `groups`:
+    the number of KV cache groups. Of several, lookups are compared with the announcements of the
+    first one, which has full attention: what they find must be announced, but an announcement of
+    one group does not promise what a lookup needs of the others.
     """
 
     def __init__(
-        self, trace: Trace, probe: Probe, book: HashBook, config: Any, *, shared: bool = False
+        self,
+        trace: Trace,
+        probe: Probe,
+        book: HashBook,
+        config: Any,
+        *,
+        shared: bool = False,
+        groups: int = 1,
     ) -> None:
         self.trace = trace
         self.book = book
         self.config = config
+        self.groups = groups
+        switch = getattr(config, "kv_events_config", None)
+        self.publishes = switch is not None and switch.enable_kv_cache_events
+        """Whether KV events are switched on, or the connector has published some nevertheless."""
         self.stored: dict[Any, int] = {}
         """Tokens of the blocks that this engine announced, by block hash."""
         self.withdrawn_from = [self.stored]
@@ -239,6 +257,7 @@ class Telemetry:
             return
         events = list(call.result)
         call.result = events  # a generator can be read only once
+        self.publishes = self.publishes or bool(events)
         for event in events:
             op = _OPERATIONS.get(type(event).__name__, "other")
             hashes = list(getattr(event, "block_hashes", None) or [])
@@ -253,9 +272,10 @@ class Telemetry:
                 problem=problem or _shape(op, event, hashes, tokens, size),
                 repeated=any(event is other for other in self.taken),
             )
-            if op == "stored":
+            ours = getattr(event, "group_idx", None) in (None, 0)
+            if op == "stored" and ours:
                 self.stored.update(dict.fromkeys(hashes, size))
-            elif op == "removed":
+            elif op == "removed" and ours:
                 for stored, known in itertools.product(self.withdrawn_from, hashes):
                     stored.pop(known, None)
             elif op == "cleared":
@@ -302,6 +322,11 @@ class Telemetry:
             return "the first block has a parent"
         if (block.lora is None) != (getattr(event, "lora_name", block.lora) is None):
             return "lora_name is not that of the request"
+        extra = getattr(event, "extra_keys", None)  # a connector may leave them out
+        if extra is not None and (
+            len(extra) != len(hashes) or extra[number] != block.extra_keys(start, block.end)
+        ):
+            return "extra_keys are not those of the block"
         return ""
 
     def _lookup(self, call: Call) -> None:
@@ -315,14 +340,18 @@ class Telemetry:
             return
         size = self.book.block_size
         # The engine computes the last token, so a block that holds it need not be served.
-        due = self.book.reach(request, self.stored, limit=request.num_tokens - 1)
+        due = 0
+        if self.groups == 1:
+            due = self.book.reach(request, self.stored, limit=request.num_tokens - 1)
         missing = self.book.between(request, local + tokens, due)
         # A chunk may be announced before the one in front of it, which the engine has itself.
         expected_end = self.book.reach(request, self.stored, local)
         finds_more = expected_end < (local + tokens) // size * size
         untold: Iterable[Any] = ()
-        if self._alone() and finds_more:
-            untold = self.book.between(request, expected_end)
+        if self.publishes and self._alone() and finds_more:
+            untold = self.book.between(
+                request, expected_end, local + tokens if self.groups > 1 else None
+            )
         self.trace.emit(
             "events.lookup",
             req=request.request_id,
@@ -466,6 +495,8 @@ def _shape(op: str, event: Any, hashes: list[Any], tokens: list[int], size: Any)
     describes = op == "stored" and (tokens or event.parent_block_hash is not None)
     if describes and (type(size) is not int or size <= 0 or len(tokens) != len(hashes) * size):
         return f"{len(tokens)} token_ids for {len(hashes)} blocks of {size}"
+    if op == "stored" and (type(size) is not int or size < 0):
+        return f"block_size is {size}"
     return "" if isinstance(event.medium, str) else "medium is missing"
 
 

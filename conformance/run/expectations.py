@@ -51,6 +51,7 @@ class Expectations:
             "waits-after-load": self._waits_after_load,
             "repeated-lookups": self._repeated_lookups,
             "local-hits": self._local_hits,
+            "copies": self._copies,
             "given-up": self._given_up,
             "free_blocks": self._free_blocks,
         }
@@ -255,6 +256,12 @@ class Expectations:
         events = self._of("alloc", arg.req, second_call=False)
         return self._bounded(arg, sum(e["local"] for e in events), "local hits")
 
+    def _copies(self, arg: Any) -> str | None:
+        events = [e for e in self._events if e["kind"] == "block" and e["op"] == "copy"]
+        if arg.req is not None:  # the event knows no generation
+            events = [e for e in events if e["owner"] == self.state.ids.get(arg.req)]
+        return self._bounded(arg, len(events), "copied blocks")
+
     def _given_up(self, arg: Any) -> str | None:
         sent = self._of("transfer.reported", arg.req, direction="send")
         asked = [e["seq"] for e in self._of("pair.lookup", None) if e["of"] is not None]
@@ -374,6 +381,7 @@ class Reloads:
             window=config.window,
             caching=config.prefix_caching,
             layout=config.layout,
+            prefix_match_unit=config.prefix_match_unit,
             found=found,
         )
         promised = promise()

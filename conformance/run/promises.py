@@ -118,8 +118,9 @@ class Plain:
     preempted or speculated on, not even in the crowd. `groups` are the KV cache groups, if there
     are several, and `window` is their sliding window. `caching` says whether the engine has a
     prefix cache. `room` is the number of blocks, as a multiple of those needed. `layout` is the
-    only order of a KV tensor's axes that the attention supports. With `restart`, the engine is
-    restarted in between, in this process or another one.
+    only order of a KV tensor's axes that the attention supports. `prefix_match_unit` is the number
+    of tokens per block hash, if smaller than a block. With `restart`, the engine is restarted in
+    between, in this process or another one.
     """
 
     prompt: int
@@ -132,6 +133,7 @@ class Plain:
     caching: bool = True
     room: int = 3
     layout: Layout | None = None
+    prefix_match_unit: int | None = None
     restart: Literal["engine", "process"] | None = None
 
 
@@ -181,6 +183,7 @@ def plain_case(plain: Plain, block_size: int) -> Case:
         "window": plain.window,
         "prefix_caching": plain.caching,
         "layout": plain.layout,
+        "prefix_match_unit": plain.prefix_match_unit,
     }
     text = "A prompt is computed, the local cache dropped, the same prompt asked for again."
     engines = ["vllm"] if plain.groups else ["reference"]
@@ -233,15 +236,16 @@ class Promises:
         caching: bool = True,
         room: int = 3,
         layout: Layout | None = None,
+        prefix_match_unit: int | None = None,
         found: int = 0,
     ) -> int:
         """Return how many tokens of `request` must be loadable or local.
 
         `source` has computed `final` positions of this content, from the prompt `prompt`. `groups`,
-        `window`, `caching`, `room` and `layout` are as in `Plain`: a connector may behave
-        differently with several groups or in a layout, need a prefix cache, or save only what is
-        about to be evicted. `found`: tokens that came back. If they are all that could be promised,
-        no plain run is made: all whole blocks, of a connector that stores nothing else.
+        `window`, `caching`, `room`, `layout` and `prefix_match_unit` are as in `Plain`: a connector
+        may behave differently with several groups or in a layout, need a prefix cache, or save only
+        what is about to be evicted. `found`: tokens that came back. If they are all that could be
+        promised, no plain run is made: all whole blocks, of a connector that stores nothing else.
         """
         saves = self.caps["saves"]
         if final is None or saves == "none" or not self.caps["store"]:
@@ -256,7 +260,7 @@ class Promises:
         if saves == "prompt":
             limit = min(limit, len(prompt))
         limit = min(limit, max(0, len(known) - 1 - self.caps["skip_last"]))
-        chunk = self.caps["chunk_tokens"] or block_size
+        chunk = self.caps["chunk_tokens"] or prefix_match_unit or block_size
         declared = limit // chunk * chunk
         if self.declared and not groups and layout is None:
             return declared
@@ -279,6 +283,7 @@ class Promises:
             caching,
             room,
             layout,
+            prefix_match_unit,
         )
         if limit <= 0:
             return 0

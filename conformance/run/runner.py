@@ -131,6 +131,7 @@ def run_variant(
         depth=variant.depth,
         vllm=vllm_api.VLLM_VERSION,
         block_size=variant.block_size,
+        hash_size=variant.hash_size,
         num_blocks=settings.num_blocks,
         policies=policies,
         connector=target.connector if with_connector else None,

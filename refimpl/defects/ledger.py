@@ -59,6 +59,18 @@ class ParentOfBatch(ReferenceConnector):
         return found
 
 
+class OneImagePerBlock(ReferenceConnector):
+    """Gives only the last one of several images that a block has a part of."""
+
+    def _expect(self, tracked: Tracked, pieces: Sequence[Piece]) -> bool:
+        found = super()._expect(tracked, pieces)
+        for piece in pieces:
+            chunk = self._planned.get(piece.key)
+            if chunk is not None and chunk.extra_keys is not None:
+                chunk.extra_keys = chunk.extra_keys[-1:]
+        return found
+
+
 class KeepsEvents(ReferenceConnector):
     """Returns the events of all steps so far, again in every step."""
 

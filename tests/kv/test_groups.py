@@ -60,6 +60,32 @@ def test_every_layer_reads_back_what_was_written_to_its_block() -> None:
     assert made.mismatches(0, np.array([9]), content, np.array([1])).tolist() == [0]
 
 
+def test_what_follows_a_state_in_its_block_is_no_change_of_the_next_owner() -> None:
+    groups = groups_of(["full", "state"], layers=2, block_size=4, heads=2, window=6)
+    made = PagedCache(CodeBook(2, 2, 16), 6, 4, groups=groups)
+    made.group_of[3] = 1
+    made.tensors[0][3] = 1.0  # a load of the whole page
+    assert foreign(made) == [[], [3 * 4]]
+    made.group_of[3] = 0
+    assert foreign(made) == [[], []]
+
+
+@pytest.mark.parametrize("group, slots", [(0, [8, 9, 10, 11]), (1, [8])], ids=["full", "state"])
+def test_a_copied_block_has_the_content_and_the_group_of_its_source(
+    group: int, slots: list[int]
+) -> None:
+    groups = groups_of(["full", "state"], layers=2, block_size=4, heads=2, window=6)
+    made = PagedCache(CodeBook(2, 2, 16), 6, 4, groups=groups)
+    content = Content.of(made.book, np.arange(11, 11 + len(slots), dtype=np.uint64), 5)
+    made.group_of[1] = group
+    source = np.array(slots) - 4
+    made.write(group, source, content)
+    assert made.copy_block(1, 2).tolist() == [source.tolist(), slots]
+    assert made.group_of[2] == group
+    assert made.mismatches(group, np.array(slots), content).tolist() == []
+    assert foreign(made) == [[], []]
+
+
 def test_a_grant_wants_nothing_before_the_window_and_nothing_of_a_group_that_is_kept_back() -> None:
     grant = Grant("t", "a", 0, 0, 16, False, [[1, 2, 3, 4], [0, 5], [6, 7, 8, 9]], GROUPS)
     assert grant.blocks == {1, 2, 3, 4, 5}

@@ -26,6 +26,7 @@ START = dict(
     depth=1,
     vllm="0.32.0",
     block_size=32,
+    hash_size=32,
     num_blocks=8,
     policies=[],
     connector="C",
