@@ -127,6 +127,18 @@ class Tensors:
         block, offset = self._at(blocks, offsets)
         self.pages.views[layer][block, :, offset] = values
 
+    def copy(
+        self,
+        layer: int,
+        source: tuple[np.ndarray, np.ndarray],
+        target: tuple[np.ndarray, np.ndarray],
+    ) -> None:
+        """Copy slots of a layer, (blocks, offsets), to others, as the engine."""
+        values = self.peek(layer, *source)
+        block, offset = self._at(*target)
+        for tensors in (self.pages.views, self.pages.shadow):
+            tensors[layer][block, :, offset] = values
+
     def rows(
         self, layer: int, blocks: np.ndarray, offsets: np.ndarray, tolerance: float
     ) -> torch.Tensor:

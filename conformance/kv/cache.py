@@ -296,8 +296,12 @@ class PagedCache:
         offsets = np.arange(1 if group.recurrent else group.block_size)
         slots = np.stack([block * self.stride + offsets for block in (source, target)])
         for layer in group.layers:
-            self.write_rows(layer, slots[1], self.read(layer, slots[0]).numpy())
+            self._copy(layer, *slots)
         return slots
+
+    def _copy(self, layer: int, source: np.ndarray, target: np.ndarray) -> None:
+        """Copy slots [n] of a layer to others, as the engine."""
+        self._access.copy(layer, self.split(source), self.split(target))
 
     def write_rows(self, layer: int, slots: np.ndarray, rows: np.ndarray) -> None:
         """Write rows [n, heads, width] to slots [n] of one layer, as the engine.
@@ -439,6 +443,11 @@ class SlicedCache(PagedCache):
         """See PagedCache."""
         mine = self._mine(slots)
         super().write_rows(layer, slots[mine], rows[mine])
+
+    def _copy(self, layer: int, source: np.ndarray, target: np.ndarray) -> None:
+        """See PagedCache. A rank holds the same slots of both blocks."""
+        mine = self._mine(source)
+        super()._copy(layer, source[mine], target[mine])
 
     def peek(self, layer: int, slots: np.ndarray) -> torch.Tensor:
         """See PagedCache. Only of slots that this rank holds."""
