@@ -7,8 +7,9 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import groupby
 from threading import Event, Lock
 from xml.etree.ElementTree import ParseError
 
@@ -72,10 +73,25 @@ def begin(setting: Setting, parts: Sequence[Part], *, afresh: bool) -> Result:
     return known
 
 
-def waiting(result: Result, parts: Sequence[Part]) -> list[Part]:
-    """Return the parts to run, those that were timed out last: others may fit into the time."""
-    left = [part for part in parts if result.of(part.id).status not in SETTLED]
-    return sorted(left, key=lambda part: result.of(part.id).status == "timed out")
+def rounds(
+    result: Result, parts: Sequence[Part], only: Sequence[str]
+) -> Iterator[tuple[Stage, list[Part]]]:
+    """Yield the parts to run by stage; after all, those that were timed out: others may fit.
+
+    `only`: these, also if they have been run.
+    """
+    chosen = [
+        part
+        for part in parts
+        if (part.id in only if only else result.of(part.id).status not in SETTLED)
+    ]
+    late = {each.part for each in result.parts if not only and each.status == "timed out"}
+
+    def order(part: Part) -> tuple[bool, Stage]:
+        return part.id in late, part.stage
+
+    for (_, stage), together in groupby(sorted(chosen, key=order), key=order):
+        yield stage, list(together)
 
 
 def keep(result: Result, setting: Setting) -> None:
@@ -97,8 +113,8 @@ def run(
     """Run the parts that have not been run, for at most `minutes`; return the result.
 
     `only`: these, also if they have been run. `jobs`: how many parts of a stage run at the same
-    time. The result is written after each part, so that an interrupted call keeps
-    what it has. UsageError for an unknown part.
+    time. The result is written after each part, so that an interrupted call keeps what it has.
+    UsageError for an unknown part.
     """
     until = time.monotonic() + minutes * 60
     unknown = set(only) - {part.id for part in parts}
@@ -106,11 +122,8 @@ def run(
         names = ", ".join(part.id for part in parts)
         raise UsageError(f"there is no part {min(unknown)!r}; there are {names}")
     result = begin(setting, parts, afresh=afresh)
-    chosen = [part for part in parts if part.id in only] if only else waiting(result, parts)
     keep(result, setting)
-    stop = Event()
-
-    lock = Lock()
+    stop, lock = Event(), Lock()
 
     def work(part: Part) -> None:
         """Run a part if time is left for it, and keep its outcome."""
@@ -133,10 +146,10 @@ def run(
             result.put(before.model_copy(update={"reason": NO_TIME}))
         keep(result, setting)
 
-    for stage in Stage:
-        many = 1 if stage == Stage.ALONE else jobs
-        with ThreadPoolExecutor(many) as pool:
-            running = [pool.submit(work, part) for part in chosen if part.stage == stage]
+    # All are chosen now: their outcomes change while they run.
+    for stage, together in list(rounds(result, parts, only)):
+        with ThreadPoolExecutor(1 if stage == Stage.ALONE else jobs) as pool:
+            running = [pool.submit(work, part) for part in together]
             try:
                 for done in as_completed(running):
                     done.result()

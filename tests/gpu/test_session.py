@@ -104,6 +104,17 @@ def test_the_next_call_goes_on_and_a_timed_out_part_comes_last(tmp_path: Path) -
     assert said[0] == "second: The part second"
 
 
+def test_a_timed_out_part_of_an_earlier_stage_comes_last_too(tmp_path: Path) -> None:
+    gate = replace(part("gate", "import time; time.sleep(600)"), stage=Stage.GATES)
+    rest = part("rest", "pass")
+    run(tmp_path, gate, rest, minutes=0.7 / 60)
+    _, said, _ = run(tmp_path, replace(part("gate", "pass"), stage=Stage.GATES), rest, jobs=2)
+    assert [line for line in said if ": The part" in line] == [
+        "rest: The part rest",
+        "gate: The part gate",
+    ]
+
+
 def test_an_interrupted_call_keeps_what_it_has(tmp_path: Path) -> None:
     def interrupt(setting: Setting) -> list[list[str]]:
         assert load(tmp_path / NAME).of("good").status == "done"  # type: ignore[union-attr]
