@@ -184,34 +184,20 @@ def encode_pairs(word, place, KIND: tl.constexpr):
     odd = ((word >> 4) & 0x0F0F0F0F).to(tl.int32, bitcast=True)
     # The bytes of `even` (0 to 3) and of `odd` (4 to 7) that become bytes 0 and 2.
     chosen = 0x400 + (place // 2) * 0x101
-    if KIND == 3:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t;
-            prmt.b32 t, $1, $2, $3;
-            prmt.b32 t, t, 0x43434343, 0x4240;
-            fma.rn.bf16x2 $0, t, $4, $5;
-            }""",
-            "=r,r,r,r,r,r",
-            [even, odd, chosen, 0x3F803F80, -0x3CFF3D00],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t;
-            prmt.b32 t, $1, $2, $3;
-            prmt.b32 t, t, 0x64646464, 0x4240;
-            fma.rn.f16x2 $0, t, $4, $5;
-            }""",
-            "=r,r,r,r,r,r",
-            [even, odd, chosen, 0x3C003C00, -0x1BFF1C00],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+    BYTES: tl.constexpr = 0x43434343 if KIND == 3 else 0x64646464
+    ONES: tl.constexpr = 0x3F803F80 if KIND == 3 else 0x3C003C00
+    LESS: tl.constexpr = -0x3CFF3D00 if KIND == 3 else -0x1BFF1C00  # -128, -1024, each twice
+    SUBTRACT: tl.constexpr = "fma.rn.bf16x2" if KIND == 3 else "fma.rn.f16x2"
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; prmt.b32 t, $1, $2, $3; prmt.b32 t, t, $4, 0x4240; "
+        + SUBTRACT
+        + " $0, t, $5, $6; }",
+        "=r,r,r,r,r,r,r",
+        [even, odd, chosen, BYTES, ONES, LESS],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -8,6 +8,7 @@ starts: what its modules say before, Python prints whatever VLLM_LOGGING_LEVEL s
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import logging
@@ -42,6 +43,7 @@ def is_built_for_cpu() -> bool:
     return False
 
 
+@functools.cache
 def vllm_computes_on_gpu() -> bool:
     """Return whether vLLM finds a GPU, and has its compiled parts for one."""
     return has_gpu() and has_compiled_parts() and not is_built_for_cpu()

@@ -26,7 +26,6 @@ from kvconform.emulation.patch import Patches
 from kvconform.files import scratch_root
 
 CASE = "cache.turnover"
-CONNECTOR = "kvconform.refimpl.connector:ReferenceConnector"
 ROUNDS = 3
 """Runs of the case, after one that compiles; the one with the quickest steps counts."""
 
@@ -60,6 +59,7 @@ def measure(device: Device, case: str = CASE) -> dict[str, float]:
     """Return `steps`, `step_ms` (milliseconds of a step), `compare_ms`, and the `share` of it."""
     import torch
 
+    from kvconform.config.settings import REFERENCE
     from kvconform.config.target import Target
     from kvconform.engine.executor import Executor
     from kvconform.kv.access import Tensors
@@ -71,7 +71,7 @@ def measure(device: Device, case: str = CASE) -> dict[str, float]:
 
     spec = load_spec()
     variant = spec.cases[case].variants(("reference",), ("sync",), None)[0]
-    target = Target(CONNECTOR, {"store": "memory:{tmp}"}, device=device)
+    target = Target(REFERENCE, {"store": "memory:{tmp}"}, device=device)
     found = []
     with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
         for number in range(1 + ROUNDS):

@@ -72,16 +72,14 @@ def defects(spec: Spec) -> dict[str, dict[str, Any]]:
     return {name: raw for name, raw in spec.defects.items() if raw.get("emulate_cuda")}
 
 
-def subjects(
-    spec: Spec, planted: bool, cases: Sequence[str] = (), few: bool = False
-) -> list[Subject]:
+def subjects(spec: Spec, planted: bool, cases: Sequence[str] = ()) -> list[Subject]:
     """Return what is run: the correct connector, or each planted defect.
 
-    `cases`: only these. `few`: the correct connector on engine reference only.
+    `cases`: only these.
     """
     area = [case.id for case in spec.cases.values() if case.area == AREA]
     if not planted:
-        engines = ("reference",) if few else ("reference", "vllm")
+        engines = ("reference", "vllm")
         return [Subject("", CORRECT, OPTIONS, list(cases or area), engines)]
     found = (
         Subject(
@@ -195,12 +193,12 @@ def main(arguments: list[str] | None = None) -> int:
     watchdog.start(HOOK_LIMIT)
     try:
         with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
+            device = cast(Device, given.device)
             if given.defects:
                 # Loading a kernel for its first use takes longer than a slow stream sleeps.
-                for subject in subjects(spec, False, few=True):
-                    list(runs(subject, spec, cast(Device, given.device), Path(tmp), few=True))
-            for subject in subjects(spec, given.defects, given.cases, given.few):
-                device = cast(Device, given.device)
+                for subject in subjects(spec, planted=False):
+                    list(runs(subject, spec, device, Path(tmp), few=True))
+            for subject in subjects(spec, given.defects, given.cases):
                 for made in runs(subject, spec, device, Path(tmp), given.few):
                     with given.into.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(asdict(made)) + "\n")

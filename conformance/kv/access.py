@@ -211,15 +211,15 @@ class Tensors:
         return found
 
     def _adopt_padding(self) -> None:
-        """Copy to the shadow what follows the states in their blocks, which is nobody's.
+        """Copy to the shadow what a state leaves unused in its block.
 
         A connector may write it, and the block may belong to another group later.
         """
         count = len(self.pages.owners)
         for group, layers in enumerate(self.pages.layers):
-            own = self._own(group)
             used = self.pages.views[layers[0]][0].numel()
-            if own is None or used == self.pages.whole.numel() // count:
+            own = self._own(group) if used < self.pages.whole.numel() // count else None
+            if own is None:
                 continue
             real = self.pages.whole.view(count, -1)[:, used:]
             shadow = self.pages.whole_shadow.view(count, -1)[:, used:]

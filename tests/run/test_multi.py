@@ -43,7 +43,7 @@ FETCHED = """
   - add: {req: e, prompt: 18, max_tokens: 6}
   - run: {}
 """
-"""Steps in which a fetcher loads the prompt of c, beside b, which decodes."""
+"""Steps of a case: a fetcher loads the prompt of c, while b decodes."""
 
 
 def behind(sibling: str, steps: str = FETCHED) -> Case:
