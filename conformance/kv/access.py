@@ -21,7 +21,6 @@ from kvconform.kernels.digest import digest
 from kvconform.kernels.layout import LOGICAL, Layout
 from kvconform.kernels.paged import Paged
 from kvconform.kernels.poison import poison
-from kvconform.kernels.transfer import gather, scatter
 from kvconform.kernels.verify import verify
 from kvconform.kernels.write import write
 from kvconform.kv import device
@@ -235,8 +234,17 @@ class Tensors:
         own = self._own(group)
         if own is not None:
             touched &= own[:, None]
-        shadow.copy_(torch.where(touched[:, None, :, None, None], real, shadow))
+        self._adopt(layer, touched)
         return touched
+
+    def _adopt(self, layer: int, touched: torch.Tensor) -> None:
+        """Copy slots of a layer to the shadow, those of a mask [blocks, block size].
+
+        No others: a thread or a stream of the connector's may write them at this moment.
+        """
+        real = self.pages.views[layer].view(self.pages.whole.dtype)
+        shadow = self.pages.shadow[layer].view(self.pages.whole.dtype)
+        torch.where(touched[:, None, :, None, None], real, shadow, out=shadow)
 
     def _own(self, group: int) -> torch.Tensor | None:
         """Return a mask [blocks] of the group's blocks; None if there is one group.
@@ -324,7 +332,6 @@ class Kernels(Tensors):
         self._groups = [self._paged(layers, lambda view: [view]) for layers in pages.layers]
         self._slots = [self._paged(layers, _by_place) for layers in pages.layers]
         self._blocks = [torch.arange(real.blocks, device=real.device) for real, _ in self._groups]
-        self._every = [torch.arange(real.slots, device=real.device) for real, _ in self._groups]
 
     def _paged(
         self,
@@ -394,9 +401,7 @@ class Kernels(Tensors):
                 touched &= own[:, None, None]
             for number, layer in enumerate(layers):
                 found[layer] = touched[:, number]
-                slots = torch.where(touched[:, number].flatten(), self._every[group], -1)
-                real, shadow = self._layers[layer]
-                scatter(shadow, slots, gather(real, slots, None, self.backend), self.backend)
+                self._adopt(layer, touched[:, number])
         self._adopt_padding()
         return found
 

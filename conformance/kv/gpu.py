@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens the device of a run, which may be a real CUDA device under an engine driven by hand.
 
-On a real device, kernels that sleep make either the compute stream or the others slow. The work of
-the device is not observed: only wrong bytes reveal a missing wait.
+On a real device, either the compute stream or the others are held (`held`), which makes them slow.
+The work of the device is not observed: only wrong bytes reveal a missing wait.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,13 +20,10 @@ from kvconform.errors import EnvironmentProblem
 from kvconform.kernels.device import AVAILABLE
 from kvconform.kv import device
 from kvconform.kv.device import Cpu, T, Timeline, Unobserved
+from kvconform.kv.held import Holds, on_this_device
 
-CYCLES = 10_000_000
-"""Sleep of a slow stream in clock cycles: about 5 ms.
-
-That is many times what a case's copies take, and what the host takes between two calls for work. It
-is not what the host takes to load a kernel for the first time.
-"""
+STILL = 0.001
+"""Seconds after which a compute stream that goes on doing nothing is taken to wait for another."""
 
 
 class OnCuda(Unobserved):
@@ -39,8 +37,10 @@ class OnCuda(Unobserved):
     kernels = AVAILABLE
     """Without Triton the kernels would be torch operations that make the host wait."""
 
-    def __init__(self, slow: Slow | None) -> None:
-        self.slow = slow
+    def __init__(self, slow: Slow | None, holds: Holds | None) -> None:
+        """Take the holds of this device; None if no streams are slow."""
+        self._slow, self._holds = slow, holds
+        self._wait = torch.cuda.Stream.synchronize  # the one that releases nothing
         self._launched: list[tuple[Callable[[Any], None], Any]] = []
         self._idle = True
 
@@ -54,8 +54,8 @@ class OnCuda(Unobserved):
 
     def launch(self, work: Callable[[], T], judge: Callable[[T], None] | None = None) -> None:
         """See Timeline."""
-        if self._idle and self.slow == "compute":
-            torch.cuda._sleep(CYCLES)
+        if self._idle and self._holds is not None and self._slow == "compute":
+            self._holds.hold(torch.cuda.current_stream().cuda_stream)
         self._idle = False
         result = work()
         if judge is not None:
@@ -63,15 +63,31 @@ class OnCuda(Unobserved):
 
     def settle(self) -> None:
         """See Timeline."""
-        torch.cuda.current_stream().synchronize()
+        self._catch_up()
 
     def finish(self) -> None:
         """See Timeline."""
-        torch.cuda.current_stream().synchronize()
+        self._catch_up()
         self._idle = True
         launched, self._launched = self._launched, []
         for judge, result in launched:
             judge(result)
+
+    def _catch_up(self) -> None:
+        """Wait for the compute stream; release others only if that waits for them."""
+        compute = torch.cuda.current_stream()
+        holds = self._holds
+        if holds is not None and not (self._slow == "transfers" and _ends_soon(compute)):
+            holds.release()
+        self._wait(compute)
+
+
+def _ends_soon(stream: torch.cuda.Stream) -> bool:
+    """Return whether a stream does all that it was given, and does not stand still before."""
+    until = time.monotonic() + STILL
+    while not (done := stream.query()) and time.monotonic() < until:
+        pass
+    return done
 
 
 @contextmanager
@@ -81,9 +97,13 @@ def on_cuda(slow: Slow | None) -> Iterator[OnCuda]:
         raise EnvironmentProblem(
             "--device cuda needs a GPU that torch can use; --emulate-cuda does without one"
         )
-    with _platform(), _sleeping_streams() if slow == "transfers" else nullcontext():
-        yield OnCuda(slow)
-    torch.cuda.synchronize()
+    with _platform(), on_this_device() if slow else nullcontext() as holds:
+        made = OnCuda(slow, holds)
+        with _held(holds, slow) if holds is not None and slow else nullcontext():
+            yield made
+        if holds is not None:
+            holds.release()
+        torch.cuda.synchronize()
 
 
 def _platform() -> AbstractContextManager[None]:
@@ -102,34 +122,39 @@ def _platform() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _sleeping_streams() -> Iterator[None]:
-    """Make every stream but the compute stream sleep when the connector uses it.
+def _held(holds: Holds, slow: Slow) -> Iterator[None]:
+    """Release all streams when the host waits; if transfers are slow, hold each when it is used.
 
-    That is when the connector makes it the current one by torch.cuda.stream or
+    A stream is in use when the connector makes it the current one by torch.cuda.stream or
     torch.cuda.set_stream, or makes it wait by wait_event, wait_stream or torch.cuda.Event.wait.
-    Streams that are used in other ways stay fast.
+    Streams that are used in other ways stay fast. The host waits by `synchronize` of torch.cuda, a
+    stream or an event. Where it waits in another way, a hold ends after its time limit.
     """
-    compute, set_stream = torch.cuda.current_stream(), torch.cuda.set_stream
+    compute = torch.cuda.current_stream()
 
-    def followed_by_sleep(
-        call: Callable[..., Any], whose: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        def sleeping(*args: Any, **kwargs: Any) -> Any:
+    def followed_by_hold(call: Callable[..., Any], whose: Callable[..., Any]) -> Callable[..., Any]:
+        def holding(*args: Any, **kwargs: Any) -> Any:
             found, stream = call(*args, **kwargs), whose(*args, **kwargs)
             if stream is not None and stream != compute:
-                before = torch.cuda.current_stream()
-                set_stream(stream)
-                torch.cuda._sleep(CYCLES)
-                set_stream(before)
+                holds.hold(stream.cuda_stream)
             return found
 
-        return sleeping
+        return holding
+
+    def after_release(call: Callable[..., Any]) -> Callable[..., Any]:
+        def releasing(*args: Any, **kwargs: Any) -> Any:
+            holds.release()
+            return call(*args, **kwargs)
+
+        return releasing
 
     def waiting(event: Any, stream: Any = None) -> Any:
         return stream if stream is not None else torch.cuda.current_stream()
 
     patches = Patches()
     try:
+        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event, torch.accelerator):
+            patches.set(owner, "synchronize", after_release(owner.synchronize))
         for owner, name, whose in (
             (torch.cuda.StreamContext, "__enter__", lambda self: self.stream),
             (torch.cuda, "set_stream", lambda stream: stream),
@@ -137,7 +162,8 @@ def _sleeping_streams() -> Iterator[None]:
             (torch.cuda.Stream, "wait_stream", lambda self, stream: self),
             (torch.cuda.Event, "wait", waiting),
         ):
-            patches.set(owner, name, followed_by_sleep(getattr(owner, name), whose))
+            if slow == "transfers":
+                patches.set(owner, name, followed_by_hold(getattr(owner, name), whose))
         yield
     finally:
         patches.restore()

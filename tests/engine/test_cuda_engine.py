@@ -2,11 +2,12 @@
 """Tests of the engine as it runs on a GPU (`--device cuda`).
 
 The device is emulated around the harness, the engine and the connector. A real GPU adds only its
-own speed, and `torch.cuda._sleep` to slow streams down; here the emulation slows them down.
+own speed, and holds of its streams (tests/kv/test_held.py); here the emulation slows them down.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from kvconform.emulation.note import Note
 from kvconform.emulation.vllm_on_cuda import vllm_on_cuda
 from kvconform.judge.records import CaseReport
 from kvconform.kv.gpu import OnCuda
+from kvconform.kv.held import Holds
 from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
@@ -36,9 +38,24 @@ def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OnCuda, "kernels", False)
 
 
+@pytest.fixture(autouse=True)
+def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The streams that are held, and releases, in order; the emulated device notices neither."""
+    asked: list[str] = []
+
+    class Noted(Holds):
+        def hold(self, stream: int) -> None:
+            asked.append(f"hold {stream}")
+
+        def release(self) -> None:
+            asked.append("release")
+
+    monkeypatch.setattr(gpu, "on_this_device", lambda: nullcontext(Noted(lambda *_: None, 0, 0)))
+    return asked
+
+
 AFTERWARDS = {
-    "finish",
-    "settle",
+    "_catch_up",
     "changed_slots",
     "_judge",
     "mismatches",
@@ -132,12 +149,8 @@ def test_work_is_judged_in_order_when_the_step_is_over() -> None:
         assert seen == [4.0, 8.0]
 
 
-def test_slow_transfers_sleep_on_every_stream_but_the_compute_stream() -> None:
-    slept: list[str] = []
-    with emulate(None), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            torch.cuda, "_sleep", lambda cycles: slept.append(str(torch.cuda.current_stream()))
-        )
+def test_slow_transfers_hold_every_stream_but_the_compute_stream(held: list[str]) -> None:
+    with emulate(None):
         with gpu.opened("cuda", "transfers"):
             compute, other = torch.cuda.current_stream(), torch.cuda.Stream()
             with torch.cuda.stream(other):
@@ -147,27 +160,59 @@ def test_slow_transfers_sleep_on_every_stream_but_the_compute_stream() -> None:
             compute.record_event().wait(other)
             torch.cuda.set_stream(other)
             torch.cuda.set_stream(compute)
-            before = len(slept)
+            before = len(held)
             compute.wait_stream(other)
             compute.wait_event(other.record_event())
             other.record_event().wait()
             with torch.cuda.stream(compute):
                 pass
-        assert len(slept) == before and len(slept) >= 5 and set(slept) == {str(other)}
+            assert len(held) == before and len(held) >= 5
+            assert set(held) == {f"hold {other.cuda_stream}"}
+        held.clear()
         with torch.cuda.stream(other):
             pass
-        assert len(slept) == before
+        assert not held
 
 
-def test_a_slow_compute_stream_sleeps_once_per_step_and_is_waited_for() -> None:
-    slept: list[int] = []
-    with emulate("compute") as emulated, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "_sleep", slept.append)
-        with gpu.opened("cuda", "compute") as cuda:
-            memory = cuda.allocate(4)
-            for steps in (1, 2):
-                cuda.launch(lambda: memory.add_(1))
-                cuda.launch(lambda: memory.add_(1))
-                assert len(slept) == steps and emulated.machine.compute.entries
-                cuda.finish()
-                assert not emulated.machine.compute.entries
+@pytest.mark.parametrize("slow", ["compute", "transfers"])
+def test_a_host_that_waits_releases_all_streams(slow: str, held: list[str]) -> None:
+    with emulate(None):
+        with gpu.opened("cuda", slow):
+            stream = torch.cuda.Stream()
+            for waits in (
+                torch.cuda.synchronize,
+                stream.synchronize,
+                stream.record_event().synchronize,
+            ):
+                held.clear()
+                waits()
+                assert held == ["release"]
+        held.clear()
+        stream.synchronize()
+        assert not held
+
+
+def test_transfers_are_released_only_if_the_compute_stream_waits_for_them(
+    held: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with emulate(None), gpu.opened("cuda", "transfers") as cuda:
+        cuda.launch(lambda: None)
+        cuda.finish()
+        assert not held
+        monkeypatch.setattr(type(torch.cuda.current_stream()), "query", lambda self: False)
+        cuda.launch(lambda: None)
+        cuda.finish()
+        assert held == ["release"]
+
+
+def test_a_slow_compute_stream_is_held_once_per_step_and_waited_for(held: list[str]) -> None:
+    with emulate("compute") as emulated, gpu.opened("cuda", "compute") as cuda:
+        memory = cuda.allocate(4)
+        for _ in range(2):
+            held.clear()
+            cuda.launch(lambda: memory.add_(1))
+            cuda.launch(lambda: memory.add_(1))
+            assert held == [f"hold {torch.cuda.current_stream().cuda_stream}"]
+            assert emulated.machine.compute.entries
+            cuda.finish()
+            assert held[1:] == ["release"] and not emulated.machine.compute.entries
