@@ -48,7 +48,6 @@ __all__ = [
     "distance",
     "encode",
     "expected",
-    "groups_of",
     "mix",
     "on",
     "origin_of",
@@ -56,6 +55,7 @@ __all__ = [
     "slots_of",
     "tl",
     "triton",
+    "turned",
 ]
 ROW_BYTES = 128
 """Bytes of a row that a program's warps access at once.
@@ -174,26 +174,34 @@ def encode(word, place, KIND: tl.constexpr):
 
 
 @triton.jit
-def encode_pairs(word, place, KIND: tl.constexpr):
-    """Return nibbles `place` (even) and the next of words (uint32) as two 16-bit floats (int32).
+def chosen(low, high, BYTES):
+    """Return four of eight bytes (uint32), as PTX's prmt does: nibble n of BYTES chooses byte n."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [low, high, BYTES],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
 
-    A byte 0x43 above a nibble makes the bfloat16 128 + n, and 0x64 the float16 1024 + n. Two
-    numbers are put together and subtracted from at once, in half the instructions of `encode`.
+
+@triton.jit
+def pairs(quad, place, KIND: tl.constexpr):
+    """Return two 16-bit floats (int32), of bytes `place` % 4 (even) and the next of words (uint32).
+
+    A byte 0x43 above a number below 16 makes the bfloat16 128 + n, and 0x64 the float16 1024 + n.
+    Two numbers are subtracted from at once, in half the instructions of `encode`.
     """
-    even = (word & 0x0F0F0F0F).to(tl.int32, bitcast=True)
-    odd = ((word >> 4) & 0x0F0F0F0F).to(tl.int32, bitcast=True)
-    # The bytes of `even` (0 to 3) and of `odd` (4 to 7) that become bytes 0 and 2.
-    chosen = 0x400 + (place // 2) * 0x101
+    both = 0x4140 + (place % 4 // 2) * 0x202
     BYTES: tl.constexpr = 0x43434343 if KIND == 3 else 0x64646464
     ONES: tl.constexpr = 0x3F803F80 if KIND == 3 else 0x3C003C00
     LESS: tl.constexpr = -0x3CFF3D00 if KIND == 3 else -0x1BFF1C00  # -128, -1024, each twice
     SUBTRACT: tl.constexpr = "fma.rn.bf16x2" if KIND == 3 else "fma.rn.f16x2"
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 t; prmt.b32 t, $1, $2, $3; prmt.b32 t, t, $4, 0x4240; "
-        + SUBTRACT
-        + " $0, t, $5, $6; }",
-        "=r,r,r,r,r,r,r",
-        [even, odd, chosen, BYTES, ONES, LESS],
+        "{ .reg .b32 t; prmt.b32 t, $1, $2, $3; " + SUBTRACT + " $0, t, $4, $5; }",
+        "=r,r,r,r,r,r",
+        [quad, BYTES, both, ONES, LESS],
         dtype=tl.int32,
         is_pure=True,
         pack=1,
@@ -204,64 +212,97 @@ def encode_pairs(word, place, KIND: tl.constexpr):
 def eight(low, high, begin):
     """Return eight nibbles (uint32) of codes from nibble `begin` (0, 4 or 8) on, cyclically.
 
-    `low` has the first eight of the twelve nibbles, `high` the last four.
+    `low` has the first eight of the twelve nibbles, the lower half of `high` the last four.
     """
     return tl.where(
-        begin == 0, low, tl.where(begin == 4, (low >> 16) | (high << 16), high | (low << 16))
+        begin == 0,
+        low,
+        tl.where(begin == 4, (low >> 16) | (high << 16), (high & 0xFFFF) | (low << 16)),
     )
 
 
 @triton.jit
-def expected(
-    content,
-    first,
-    side,
-    head,
-    group,
-    nonce,
-    KIND: tl.constexpr,
-    EACH: tl.constexpr,
-    PACK: tl.constexpr,
-):
-    """Return the code's bits [rows, groups * EACH / PACK] (int32) of content ids [rows] int64.
+def turned(content, first, side, head, LANES: tl.constexpr, EACH: tl.constexpr):
+    """Return the codes of content ids [rows] int64 as two uint32 [rows, LANES / EACH].
 
-    They are those in groups [groups] of EACH (8 or 16) lanes of one head's K or V, with PACK lanes
-    in an integer. Work that depends on the row or on the group is done once for it. `first`: the
-    layer's `paged.first_key`.
+    A row's lanes repeat the twelve nibbles of its code. Those of a group of EACH lanes begin with
+    the nibble with which the group begins in a chunk of LANES that begins with the code. Eight are
+    in the first integer, four in the lower half of the second. `first`: the layer's
+    `paged.first_key`.
     """
     key = mix((first + side * 4096 + head).to(tl.uint64))
     code = mix(content.to(tl.uint64, bitcast=True) ^ key)
     low = (code & 0xFFFFFFFF).to(tl.uint32)[:, None]
-    high = ((code >> 32) & 0xFFFF).to(tl.uint32)[:, None]
-    begin = (group * EACH % 12)[None, :]
-    place = (tl.arange(0, EACH // PACK) * PACK)[None, None, :]
-    kept = (nonce.to(tl.uint32) & 0xFFFF) << 16
-    if EACH == 8:
-        word = eight(low, high, begin)
-        word = tl.where((group == 1)[None, :], (word & 0xFFFF) | kept, word)[:, :, None]
+    high = (code >> 32).to(tl.uint32)[:, None]
+    begin = (tl.arange(0, LANES // EACH) * EACH % 12)[None, :]
+    if ASSEMBLY:
+        near = tl.where(begin == 0, 0x3210, tl.where(begin == 4, 0x5432, 0x1054))
+        far = tl.where(begin == 0, 0x5454, tl.where(begin == 4, 0x1010, 0x3232))
+        return chosen(low, high, near), chosen(low, high, far)
     else:
-        word = eight(low, high, begin)[:, :, None]
-        second = eight(low, high, tl.where(begin == 4, 0, tl.where(begin == 0, 8, 4)))
-        second = tl.where((group == 0)[None, :], (second & 0xFFFF) | kept, second)[:, :, None]
-        word = tl.where(place < 8, word, second)
+        return eight(low, high, begin), eight(low, high, (begin + 8) % 12)
+
+
+@triton.jit
+def expected(
+    low,
+    high,
+    chunk: tl.constexpr,
+    nonce,
+    KIND: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    """Return the bits [rows, LANES / PACK] (int32) of a chunk, with PACK lanes in an integer.
+
+    `low`, `high`: as `turned` returns them. What depends on the row or on the group is computed
+    once for it. `nonce`: None leaves the lanes of the nonce without meaning.
+    """
+    BEGIN: tl.constexpr = chunk * LANES % 12
     WIDTH: tl.constexpr = 8 if KIND < 2 else 16 if KIND < 4 else 32
+    place = (tl.arange(0, EACH // PACK) * PACK)[None, None, :]
+    group = tl.arange(0, LANES // EACH)[None, :]
     if PACK == 2 and WIDTH == 16 and ASSEMBLY:
-        bits = encode_pairs(word, place, KIND)
+        # Four nibbles become four bytes.
+        even, odd = low & 0x0F0F0F0F, (low >> 4) & 0x0F0F0F0F
+        a, b = chosen(even, odd, 0x5140), chosen(even, odd, 0x7362)
+        c = chosen(high & 0x0F0F0F0F, (high >> 4) & 0x0F0F0F0F, 0x5140)
+        left = a if BEGIN == 0 else b if BEGIN == 4 else c
+        right = b if BEGIN == 0 else c if BEGIN == 4 else a
+        if nonce is not None and chunk == 0:
+            kept = nonce.to(tl.uint32)
+            kept = chosen(kept & 0x0F0F0F0F, (kept >> 4) & 0x0F0F0F0F, 0x5140)
+            right = tl.where(group == 1, kept, right)
+        bits = pairs(tl.where(place < 4, left[:, :, None], right[:, :, None]), place, KIND)
     else:
+        word = eight(low, high, BEGIN)
+        if EACH == 8:
+            if nonce is not None and chunk == 0:
+                kept = (word & 0xFFFF) | (nonce.to(tl.uint32) << 16)
+                word = tl.where(group == 1, kept, word)
+            word = word[:, :, None]
+        else:
+            second = eight(low, high, (BEGIN + 8) % 12)
+            if nonce is not None and chunk == 0:
+                kept = (second & 0xFFFF) | (nonce.to(tl.uint32) << 16)
+                second = tl.where(group == 0, kept, second)
+            word = tl.where(place < 8, word[:, :, None], second[:, :, None])
         bits = encode(word, place % 8, KIND)
         for lane in tl.static_range(1, PACK):
             bits |= encode(word, place % 8 + lane, KIND) << (lane * WIDTH)
     # As many axes as the addresses have: Triton then gives neighbouring words to neighbouring
     # threads, and an access of a warp is of whole rows.
-    return tl.reshape(bits, [content.shape[0], group.shape[0] * (EACH // PACK)])
+    return tl.reshape(bits, [low.shape[0], LANES // PACK])
 
 
 @triton.jit
 def program(heads, SIDES: tl.constexpr):
     """Return (tile, side, head) of this program."""
-    index = tl.program_id(0)
+    index, heads = tl.program_id(0).to(tl.uint32), heads.to(tl.uint32)  # quicker to divide
     rest = index // heads
-    return rest // SIDES, rest % SIDES, index % heads
+    side = rest % SIDES
+    return (rest // SIDES).to(tl.int32), side.to(tl.int32), (index - rest * heads).to(tl.int32)
 
 
 @triton.jit
@@ -270,12 +311,6 @@ def origin_of(where, layer, ALIGN: tl.constexpr, PACK: tl.constexpr):
     away = tl.multiple_of(tl.load(where + 2 * layer), ALIGN)
     # A division by 1 is dropped, and with it what is said about its result.
     return away if PACK == 1 else tl.multiple_of(away // PACK, ALIGN // PACK)
-
-
-@triton.jit
-def groups_of(chunk, LANES: tl.constexpr, EACH: tl.constexpr):
-    """Return the groups of EACH lanes in a chunk."""
-    return chunk * (LANES // EACH) + tl.arange(0, LANES // EACH)
 
 
 @triton.jit
@@ -293,10 +328,13 @@ def slots_of(ids, item, count, SIZE: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def distance(slot, limit, block_stride, slot_stride, SIZE: tl.constexpr):
-    """Return (elements from the layer's first to the slot's first, whether the slot exists)."""
-    exists = (slot >= 0) & (slot < limit)
+    """Return (elements from the layer's first to the slot's first, whether the slot exists).
+
+    The distance of a slot that does not exist means nothing.
+    """
+    exists = slot.to(tl.uint64, bitcast=True) < limit.to(tl.uint64)
     # A cache has fewer than 2^31 slots, and 64-bit division is slow.
-    near = tl.where(exists, slot, 0).to(tl.uint32)
+    near = slot.to(tl.uint32)
     return (near // SIZE).to(tl.int64) * block_stride + (near % SIZE).to(
         tl.int64
     ) * slot_stride, exists

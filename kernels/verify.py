@@ -18,13 +18,13 @@ from kvconform.kernels.device import (
     choose,
     distance,
     expected,
-    groups_of,
     on,
     origin_of,
     program,
     slots_of,
     tl,
     triton,
+    turned,
 )
 from kvconform.kernels.paged import Paged, Stack
 from kvconform.kernels.rows import fetch, pieces
@@ -282,29 +282,25 @@ def verify_kernel(
     away, exists = distance(slot, limit, block_stride, slot_stride, SIZE)
     here = cache + origin + head.to(tl.int64) * head_stride + side.to(tl.int64) * side_stride + away
     ids = tl.load(content + item, mask=item < count, other=0)
-    known, beyond = tl.where(exists, -1, 0), tl.where(slot >= limit, -1, 0)
-    none = count * 0  # any nonce will do, because its lanes are not compared
+    low, high = turned(ids, first, side, head, LANES, EACH)
     WIDTH: tl.constexpr = 8 if KIND < 2 else 16 if KIND < 4 else 32
     ONES: tl.constexpr = -1 if WIDTH == 32 else (1 << WIDTH) - 1
     bits = tl.zeros([TILE, LANES // PACK], tl.int32)
     for chunk in tl.static_range(0, CHUNKS):
-        want = expected(
-            ids, first, side, head, groups_of(chunk, LANES, EACH), none, KIND, EACH, PACK
-        )
+        want = expected(low, high, chunk, None, KIND, LANES, EACH, PACK)
         differs = differences(here, exists, want, chunk, lane_stride, dim, LANES, EVEN, PACK)
         if EVEN and chunk * LANES >= 16:
             bits |= differs
         else:
             lane = chunk * LANES + tl.arange(0, LANES // PACK) * PACK
             bits |= differs & compared(lane, dim, WIDTH, ONES, PACK)[None, :]
+    known, beyond = tl.where(exists, -1, 0), tl.where((slot >= 0) & ~exists, -1, 0)
     # Rare, so the work is repeated rather than kept in registers.
     if tl.reduce_or((bits & known[:, None]) | beyond[:, None], axis=None) != 0:
         many = tl.zeros([TILE, LANES // PACK], tl.int32)
         least = tl.full([TILE], 1 << 30, tl.int32)
         for chunk in tl.static_range(0, CHUNKS):
-            want = expected(
-                ids, first, side, head, groups_of(chunk, LANES, EACH), none, KIND, EACH, PACK
-            )
+            want = expected(low, high, chunk, None, KIND, LANES, EACH, PACK)
             bits = differences(here, exists, want, chunk, lane_stride, dim, LANES, EVEN, PACK)
             bits = (bits & known[:, None]) | beyond[:, None]
             lane = chunk * LANES + tl.arange(0, LANES // PACK) * PACK

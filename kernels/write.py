@@ -13,13 +13,13 @@ from kvconform.kernels.device import (
     choose,
     distance,
     expected,
-    groups_of,
     on,
     origin_of,
     program,
     slots_of,
     tl,
     triton,
+    turned,
 )
 from kvconform.kernels.paged import Paged
 from kvconform.kernels.rows import pieces, put
@@ -142,10 +142,9 @@ def write_kernel(
         + away[:, None]
     )
     exists = exists[:, None]
+    low, high = turned(ids, first, side, head, LANES, EACH)
     for chunk in tl.static_range(0, CHUNKS):
         word = (chunk * (LANES // PACK) + tl.arange(0, LANES // PACK))[None, :]
-        bits = expected(
-            ids, first, side, head, groups_of(chunk, LANES, EACH), nonce, KIND, EACH, PACK
-        )
+        bits = expected(low, high, chunk, nonce, KIND, LANES, EACH, PACK)
         mask = exists if EVEN else exists & (word < dim)
         tl.store(here + word.to(tl.int64) * lane_stride, bits.to(cache.dtype.element_ty), mask=mask)

@@ -802,12 +802,12 @@ _kind(
     "live.tokens",
     "live",
     "phase:str req:str prompt:int count:int plain:int same:bool ambiguous:bool aborted:bool "
-    "at:int? token:int? instead:int? gap:float? drift:float drift_at:int?",
+    "at:int? token:int? instead:int? gap:float? drift:float drift_at:int? rounding:float",
     "A request's greedy tokens (`count`) against those of the baseline run (`plain`). at = the "
     "first that differs, token = which it is, instead = the baseline's, gap = by how much "
     "(natural logarithm) the baseline's was more likely than the second choice; ambiguous = the "
     "two were nearly equally likely; drift = the largest difference of log probabilities before "
-    "that.",
+    "that; rounding = what rounding may make of it, in the model's number format.",
 )
 _kind(
     "live.entered",

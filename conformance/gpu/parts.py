@@ -242,8 +242,8 @@ def gate(engine: str) -> Callable[[Setting], list[list[str]]]:
 
     def commands(setting: Setting) -> list[list[str]]:
         folder = ("--report-dir", str(setting.file(f"gate-{engine}")))
-        # Other parts run at the same time, and all processes share the device.
-        workers = ("--workers", str(max(1, (os.cpu_count() or 1) // 4)))
+        # The other engine's gate runs at the same time.
+        workers = ("--workers", str(max(1, (os.cpu_count() or 1) * 3 // 8)))
         on = ("--engine", engine, *setting.run_device)
         return [python("kvconform", "run", *on, *workers, *folder)]
 

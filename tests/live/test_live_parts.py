@@ -21,7 +21,8 @@ from kvconform.contract.scenario import MAX_MODEL_LEN, Scenario, Workload
 from kvconform.errors import UsageError
 from kvconform.fixtures.tiny_llama import make
 from kvconform.judge.describe import describe
-from kvconform.live.events import AMBIGUOUS, compare, end_event, missing, own_events
+from kvconform.live import events
+from kvconform.live.events import compare, end_event, missing, own_events
 from kvconform.live.job import Answer, Counts, Outcome, PhaseDone, plays
 from kvconform.live.pair_run import asked
 from kvconform.live.process import Ended
@@ -256,7 +257,7 @@ def test_the_first_other_token_is_told() -> None:
 
 @pytest.mark.parametrize(
     ("gap", "second", "ambiguous"),
-    [(AMBIGUOUS / 2, 8, True), (AMBIGUOUS * 2, 8, False), (AMBIGUOUS / 2, 9, False)],
+    [(0.001, 8, True), (0.004, 8, False), (0.001, 9, False)],
 )
 def test_a_near_tie_is_no_corruption_but_only_between_the_two(
     gap: float, second: int, ambiguous: bool
@@ -274,6 +275,15 @@ def test_an_answer_that_stops_early_differs_unless_it_was_aborted() -> None:
 def test_drift_is_measured_up_to_the_first_other_token() -> None:
     event = tokens_event(answer([5, 6, 7]), answer([5, 6, 8], logprobs=[-1.0, -1.25, -9.0]))
     assert (event["drift"], event["drift_at"]) == (0.25, 1)
+
+
+def test_rounding_is_that_of_the_model_s_number_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, other = answer([5, 6], gaps=[1.0, 0.01], seconds=[9, 8]), answer([5, 8])
+    event = tokens_event(plain, other)
+    assert (event["rounding"], event["ambiguous"]) == (0.002, False)
+    monkeypatch.setattr(events, "dtype", lambda: "float16")
+    event = tokens_event(plain, other)
+    assert (event["rounding"], event["ambiguous"]) == (0.02, True)
 
 
 # -- what happened
