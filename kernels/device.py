@@ -297,12 +297,23 @@ def expected(
 
 
 @triton.jit
-def program(heads, SIDES: tl.constexpr):
-    """Return (tile, side, head) of this program."""
-    index, heads = tl.program_id(0).to(tl.uint32), heads.to(tl.uint32)  # quicker to divide
-    rest = index // heads
-    side = rest % SIDES
-    return (rest // SIDES).to(tl.int32), side.to(tl.int32), (index - rest * heads).to(tl.int32)
+def program(heads, layers, SIDES: tl.constexpr, INSIDE: tl.constexpr):
+    """Return (tile, side, head, layer) of this program in a grid of `paged.Launch.grid`.
+
+    Where blocks have all layers (INSIDE), neighbouring programs handle layers of the same blocks.
+    Otherwise all programs that run at the same time would access the same part of each block, and
+    those parts, as far apart as blocks are large, may be in few of the memory's channels.
+    """
+    index = tl.program_id(0).to(tl.uint32)  # quicker to divide
+    layer = tl.program_id(1)
+    if INSIDE:
+        rest = index // layers.to(tl.uint32)
+        layer = (index - rest * layers.to(tl.uint32)).to(tl.int32)
+        index = rest
+    rest = index // heads.to(tl.uint32)
+    head = (index - rest * heads.to(tl.uint32)).to(tl.int32)
+    side = (rest % SIDES).to(tl.int32)
+    return (rest // SIDES).to(tl.int32), side, head, layer.to(tl.int64)
 
 
 @triton.jit

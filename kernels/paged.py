@@ -59,12 +59,14 @@ class Launch:
     `base`: the first layer's bits [blocks, heads, block size, sides, dim]. `where` [layers, 2]
     int64 on the device: distance from `base` in elements, and `first_key`. `start`: place of the
     first layer in the cache's list. `align`: a power of two up to 16 that divides all distances.
+    `inside`: whether each block has all layers.
     """
 
     base: torch.Tensor
     where: torch.Tensor
     start: int
     align: int
+    inside: bool
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
@@ -80,6 +82,11 @@ class Launch:
     def words(self) -> Words:
         """The layer's bits in integers of at most 8 bytes."""
         return self._words(8)
+
+    def grid(self, programs: int) -> tuple[int, int]:
+        """Return the grid of a launch of as many programs per layer, for `device.program`."""
+        layers = len(self.where)
+        return (programs * layers, 1) if self.inside else (programs, layers)
 
     def _words(self, most: int) -> Words:
         """Return the layer's bits in integers as wide as all layers permit.
@@ -203,7 +210,8 @@ class Paged:
             table = torch.tensor(
                 list(zip(away, self.firsts[begin:end], strict=True)), dtype=torch.int64
             )
-            launches.append(Launch(base, table.to(self.device), begin, align))
+            inside = 0 < max(away) - min(away) < base.stride(0)
+            launches.append(Launch(base, table.to(self.device), begin, align, inside))
             begin = end
         return launches
 

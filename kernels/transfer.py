@@ -123,7 +123,7 @@ def _transfer(paged: Paged, slots: torch.Tensor, rows: torch.Tensor, into: bool)
         for launch in paged.launches:
             sides, dim = merged(paged, launch.strides)
             cut = Cut.of(count, dim, paged.itemsize, copied=True)
-            transfer_kernel[(cut.programs(count, paged.heads, sides), len(launch.where))](
+            transfer_kernel[launch.grid(cut.programs(count, paged.heads, sides))](
                 launch.base,
                 launch.where,
                 slots,
@@ -134,16 +134,18 @@ def _transfer(paged: Paged, slots: torch.Tensor, rows: torch.Tensor, into: bool)
                 row,
                 sides * dim,
                 paged.heads,
+                len(launch.where),
                 dim,
                 sides,
                 paged.size,
                 launch.align,
+                launch.inside,
                 *cut,
                 into,
             )
 
 
-@triton.jit(do_not_specialize=["count", "limit", "heads"])
+@triton.jit(do_not_specialize=["count", "limit", "heads", "layers"])
 def transfer_kernel(
     cache,
     where,
@@ -159,10 +161,12 @@ def transfer_kernel(
     row_stride,
     row_head_stride,
     heads,
+    layers,
     dim,
     SIDES: tl.constexpr,
     SIZE: tl.constexpr,
     ALIGN: tl.constexpr,
+    INSIDE: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -170,8 +174,7 @@ def transfer_kernel(
     INTO: tl.constexpr,
 ) -> None:
     """Copy rows to the cache (INTO) or from it. Grid as in `write_kernel`."""
-    tile, side, head = program(heads, SIDES)
-    layer = tl.program_id(1).to(tl.int64)
+    tile, side, head, layer = program(heads, layers, SIDES, INSIDE)
     origin = tl.multiple_of(tl.load(where + 2 * layer), ALIGN)
     item = tile * TILE + tl.arange(0, TILE)
     slot = slots_of(slots, item, count, SIZE, False)

@@ -214,8 +214,8 @@ def verify_triton(
     with on(paged.device):
         for launch in paged.launches:
             units = launch.units
-            grid = (cut.programs(count, paged.heads, paged.sides), len(launch.where))
-            verify_kernel[grid](
+            programs = cut.programs(count, paged.heads, paged.sides)
+            verify_kernel[launch.grid(programs)](
                 units.bits,
                 launch.where,
                 slots,
@@ -226,12 +226,14 @@ def verify_triton(
                 *units.strides,
                 paged.heads,
                 paged.dim,
+                len(launch.where),
                 len(paged.numbers),
                 launch.start,
                 paged.kind,
                 paged.sides,
                 paged.size,
                 launch.align,
+                launch.inside,
                 *cut,
                 EACH[paged.itemsize],
                 units.pack,
@@ -239,7 +241,7 @@ def verify_triton(
             )
 
 
-@triton.jit(do_not_specialize=["count", "limit", "heads", "layers", "start"])
+@triton.jit(do_not_specialize=["count", "limit", "heads", "layers", "all_layers", "start"])
 def verify_kernel(
     cache,
     where,
@@ -256,11 +258,13 @@ def verify_kernel(
     heads,
     dim,
     layers,
+    all_layers,
     start,
     KIND: tl.constexpr,
     SIDES: tl.constexpr,
     SIZE: tl.constexpr,
     ALIGN: tl.constexpr,
+    INSIDE: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -273,22 +277,27 @@ def verify_kernel(
 
     The cache is given as in `write_kernel`, but `dim` counts its elements.
     """
-    tile, side, head = program(heads, SIDES)
-    layer = tl.program_id(1).to(tl.int64)
+    tile, side, head, layer = program(heads, layers, SIDES, INSIDE)
     origin = origin_of(where, layer, ALIGN, PACK)
     first = tl.load(where + 2 * layer + 1)
     item = tile * TILE + tl.arange(0, TILE)
     slot = slots_of(slots, item, count, SIZE, False)
     away, exists = distance(slot, limit, block_stride, slot_stride, SIZE)
     here = cache + origin + head.to(tl.int64) * head_stride + side.to(tl.int64) * side_stride + away
-    ids = tl.load(content + item, mask=item < count, other=0)
-    low, high = turned(ids, first, side, head, LANES, EACH)
     WIDTH: tl.constexpr = 8 if KIND < 2 else 16 if KIND < 4 else 32
     ONES: tl.constexpr = -1 if WIDTH == 32 else (1 << WIDTH) - 1
+    # All loads come first, and what is compared with them is computed meanwhile. The compiler would
+    # issue them later, but for a barrier before that begins.
+    have = ()
+    for chunk in tl.static_range(0, CHUNKS):
+        have += (loaded(here, exists, chunk, lane_stride, dim, LANES, EVEN, PACK),)
+    tl.debug_barrier()
+    ids = tl.load(content + item, mask=item < count, other=0)
+    low, high = turned(ids, first, side, head, LANES, EACH)
     bits = tl.zeros([TILE, LANES // PACK], tl.int32)
     for chunk in tl.static_range(0, CHUNKS):
         want = expected(low, high, chunk, None, KIND, LANES, EACH, PACK)
-        differs = differences(here, exists, want, chunk, lane_stride, dim, LANES, EVEN, PACK)
+        differs = (have[chunk] ^ want.to(cache.dtype.element_ty)).to(tl.int32)
         if EVEN and chunk * LANES >= 16:
             bits |= differs
         else:
@@ -301,7 +310,8 @@ def verify_kernel(
         least = tl.full([TILE], 1 << 30, tl.int32)
         for chunk in tl.static_range(0, CHUNKS):
             want = expected(low, high, chunk, None, KIND, LANES, EACH, PACK)
-            bits = differences(here, exists, want, chunk, lane_stride, dim, LANES, EVEN, PACK)
+            bits = loaded(here, exists, chunk, lane_stride, dim, LANES, EVEN, PACK)
+            bits = (bits ^ want.to(bits.dtype)).to(tl.int32)
             bits = (bits & known[:, None]) | beyond[:, None]
             lane = chunk * LANES + tl.arange(0, LANES // PACK) * PACK
             bits &= compared(lane, dim, WIDTH, ONES, PACK)[None, :]
@@ -314,15 +324,14 @@ def verify_kernel(
         wrong = tl.sum(many, axis=1)
         tl.atomic_add(found + 2 + item, wrong.to(tl.int64), mask=item < count)
         tl.atomic_add(found, tl.sum(wrong, axis=0).to(tl.int64))
-        row = ((item.to(tl.int64) * layers + start + layer) * heads + head) * SIDES + side
+        row = ((item.to(tl.int64) * all_layers + start + layer) * heads + head) * SIDES + side
         tl.atomic_max(found + 1, tl.max(tl.where(wrong > 0, LAST - (row * dim + least), 0), axis=0))
 
 
 @triton.jit
-def differences(
+def loaded(
     here,
     exists,
-    want,
     chunk,
     lane_stride,
     dim,
@@ -330,14 +339,10 @@ def differences(
     EVEN: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    """Return the bits [rows, LANES / PACK] (int32) of a chunk that differ from `want`.
-
-    They mean nothing for rows that do not exist and lanes that are not compared.
-    """
+    """Return the integers [rows, LANES / PACK] of a chunk; 0 for rows that do not exist."""
     word = (chunk * (LANES // PACK) + tl.arange(0, LANES // PACK))[None, :]
     mask = exists[:, None] if EVEN else exists[:, None] & (word * PACK < dim)
-    have = tl.load(here[:, None] + word.to(tl.int64) * lane_stride, mask=mask, other=0)
-    return (have ^ want.to(have.dtype)).to(tl.int32)
+    return tl.load(here[:, None] + word.to(tl.int64) * lane_stride, mask=mask, other=0)
 
 
 @triton.jit

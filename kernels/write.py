@@ -70,8 +70,8 @@ def write_triton(
     with on(paged.device):
         for launch in paged.launches:
             units = launch.units
-            grid = (cut.programs(count, paged.heads, paged.sides), len(launch.where))
-            write_kernel[grid](
+            programs = cut.programs(count, paged.heads, paged.sides)
+            write_kernel[launch.grid(programs)](
                 units.bits,
                 launch.where,
                 slots,
@@ -80,6 +80,7 @@ def write_triton(
                 paged.slots,
                 *units.strides,
                 paged.heads,
+                len(launch.where),
                 units.bits.shape[-1],
                 nonce & 0xFFFF,
                 paged.kind,
@@ -87,13 +88,14 @@ def write_triton(
                 paged.size,
                 blocks,
                 launch.align,
+                launch.inside,
                 *cut,
                 EACH[paged.itemsize],
                 units.pack,
             )
 
 
-@triton.jit(do_not_specialize=["count", "limit", "heads", "nonce"])
+@triton.jit(do_not_specialize=["count", "limit", "heads", "layers", "nonce"])
 def write_kernel(
     cache,
     where,
@@ -107,6 +109,7 @@ def write_kernel(
     side_stride,
     lane_stride,
     heads,
+    layers,
     dim,
     nonce,
     KIND: tl.constexpr,
@@ -114,6 +117,7 @@ def write_kernel(
     SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
     ALIGN: tl.constexpr,
+    INSIDE: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -121,13 +125,12 @@ def write_kernel(
     EACH: tl.constexpr,
     PACK: tl.constexpr,
 ) -> None:
-    """Write codes. Grid: (programs of `Cut.programs`, layers).
+    """Write codes. Grid: see `device.program`.
 
     The cache is given as integers of PACK elements, in which its strides and `dim` count. Offsets
     are 64-bit, because caches have more than 2^31 elements.
     """
-    tile, side, head = program(heads, SIDES)
-    layer = tl.program_id(1).to(tl.int64)
+    tile, side, head, layer = program(heads, layers, SIDES, INSIDE)
     origin = origin_of(where, layer, ALIGN, PACK)
     first = tl.load(where + 2 * layer + 1)
     item = tile * TILE + tl.arange(0, TILE)

@@ -59,7 +59,8 @@ def main(pack: Path, words: list[str]) -> None:
     through = shlex.join([Path(sys.executable).name, str(pack), "run"])
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {
-        **os.environ,
+        # Python may keep what it compiles of the pack: each new process would compile it again.
+        **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         "KVCONFORM_THROUGH": os.environ.get("KVCONFORM_THROUGH", through),
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONSAFEPATH": "1",
