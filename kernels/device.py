@@ -67,7 +67,7 @@ COPIED_BYTES = 512
 TILE_BYTES = 16384
 """Bytes of a program's tile: 128 per thread with 4 warps, so eight accesses of 16 bytes each."""
 TILE_ROWS = 64
-"""Most rows of a tile."""
+"""Most rows of a tile; twice as many if they are copied."""
 FEW_ROWS = 16
 """Rows of a tile if there are not more."""
 EACH = {1: 16, 2: 8, 4: 8}
@@ -126,7 +126,7 @@ class Cut(NamedTuple):
         chunks = -(-dim // lanes)
         tile = FEW_ROWS
         row = lanes * itemsize * (1 if copied else chunks)
-        while tile < TILE_ROWS and 2 * tile * row <= TILE_BYTES:
+        while tile < TILE_ROWS * (2 if copied else 1) and 2 * tile * row <= TILE_BYTES:
             tile *= 2
         # Two sizes of a tile: each is compiled, which takes a second.
         return cls(FEW_ROWS if rows <= FEW_ROWS else tile, lanes, chunks, dim % lanes == 0)

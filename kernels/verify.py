@@ -290,7 +290,8 @@ def verify_kernel(
     # issue them later, but for a barrier before that begins.
     have = ()
     for chunk in tl.static_range(0, CHUNKS):
-        have += (loaded(here, exists, chunk, lane_stride, dim, LANES, EVEN, PACK),)
+        bits = loaded(here, exists, chunk, lane_stride, dim, LANES, EVEN, PACK)
+        have += (bits,)  # type: ignore[assignment]
     tl.debug_barrier()
     ids = tl.load(content + item, mask=item < count, other=0)
     low, high = turned(ids, first, side, head, LANES, EACH)

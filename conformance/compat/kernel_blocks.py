@@ -7,6 +7,7 @@ A connector learns their size from the tensors, or from the layers' attention ba
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,12 @@ def add_layers(config: Any, names: Sequence[str], kernel_block_size: int) -> Non
     from vllm.v1.attention.selector import get_attn_backend
 
     model = config.model_config
-    with set_current_vllm_config(config):
+    # A GPU's backends take none of the block sizes of a case; these layers have their own.
+    asking = copy.copy(config)
+    asking.cache_config = copy.copy(config.cache_config)
+    if hasattr(asking.cache_config, "user_specified_block_size"):
+        asking.cache_config.user_specified_block_size = False
+    with set_current_vllm_config(asking):
         theirs: Any = get_attn_backend(
             head_size=model.get_head_size(),
             dtype=model.dtype,

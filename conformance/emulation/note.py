@@ -56,6 +56,10 @@ class Note:
     """File, line and function of the code that called torch."""
 
 
+BETWEEN = ("contextlib.py", "threading.py", "kv/slowed.py")
+"""Files whose code stands between torch and its caller."""
+
+
 @cache
 def shown(file: str) -> str:
     """Return the last two parts of a file's path.
@@ -73,11 +77,7 @@ def caller() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if (
-            not file.startswith(OWN)
-            and "/torch/" not in file
-            and not file.endswith(("contextlib.py", "threading.py"))
-        ):
+        if not file.startswith(OWN) and "/torch/" not in file and not file.endswith(BETWEEN):
             return f"{shown(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

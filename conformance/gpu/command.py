@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -33,9 +34,11 @@ def gpu(
     jobs: Annotated[
         int,
         option(
-            "--jobs", metavar="N", help="parts that run at the same time, after those alone [3]"
+            "--jobs",
+            metavar="N",
+            help="parts that run at the same time, after those alone [one per two processors]",
         ),
-    ] = 3,
+    ] = max(3, (os.cpu_count() or 1) // 2),
     device: Annotated[
         str, option("--device", metavar="cuda|emulated", hidden=True, help="emulated: for tests")
     ] = "cuda",

@@ -17,9 +17,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,51 +28,84 @@ from kvconform.errors import EnvironmentProblem
 from kvconform.kv import releaser
 from kvconform.process import alive
 
-LIMIT = 0.01
+LIMIT = 0.05
 """Seconds after which a hold is released.
 
-That is many times what a case's copies take, and what the host takes between two calls for work. It
-is not what the host takes to load a kernel for the first time.
+That is more than a step takes, also where other processes use the device.
 """
 Wait = Callable[[int, int, int], None]
 """Makes a stream (its handle) wait until the number at an address is at least a given one."""
 
 
+class Mark(NamedTuple):
+    """A place in a stream: behind its hold of this number."""
+
+    stream: int
+    number: int
+
+
 class Holds:
-    """Holds of streams, numbered from 1; threads may share it."""
+    """Holds of streams, and what streams wait for. Streams are handles; 0 is the default stream.
+
+    Threads may share it.
+    """
 
     def __init__(self, wait: Wait, address: int, requests: int) -> None:
-        """`address`: of the number of the last hold released. `requests`: descriptor of a pipe."""
+        """`address`: of a page for the numbers. `requests`: descriptor of a pipe to `releaser`."""
         self._wait, self._address, self._requests = wait, address, requests
-        self._lock = threading.Lock()
-        self._last = self._released = 0
+        self._lock = threading.RLock()
+        self._places: dict[int, int] = {}
+        self._last: dict[int, int] = defaultdict(int)
+        self._released: dict[int, int] = defaultdict(int)
+        self._waits: dict[int, list[tuple[int, Mark]]] = defaultdict(list)
 
     def hold(self, stream: int) -> None:
-        """Hold a stream from what it has been given on. `stream`: its handle; 0: the default."""
+        """Hold a stream from what it is given next on. Streams beyond `releaser.PLACES` stay."""
         with self._lock:
-            self._last += 1
-            self._ask(self._last, time.monotonic() + LIMIT)
-            self._wait(stream, self._address, self._last)
+            place = self._places.setdefault(stream, len(self._places))
+            if place >= releaser.PLACES:
+                return
+            self._last[stream] += 1
+            self._ask(place, self._last[stream], time.monotonic() + LIMIT)
+            self._wait(stream, self._address + 4 * place, self._last[stream])
 
-    def release(self) -> None:
-        """Release all holds. The device notices it soon, not at once."""
+    def mark(self, stream: int) -> Mark:
+        """Return the place behind all that the stream has been given."""
+        return Mark(stream, self._last[stream])
+
+    def follows(self, stream: int, mark: Mark) -> None:
+        """Note that what the stream is given next waits for `mark`."""
         with self._lock:
-            if self._released < self._last:
-                self._released = self._last
-                self._ask(self._last, 0.0)
+            self._waits[stream].append((self._last[stream], mark))
 
-    def _ask(self, number: int, when: float) -> None:
-        os.write(self._requests, releaser.REQUEST.pack(number, when))
+    def release(self, mark: Mark | None = None) -> None:
+        """Release the holds before a mark, and those before all that it waits for; None: all.
+
+        The device notices it soon, not at once.
+        """
+        with self._lock:
+            marks = [mark] if mark else [self.mark(stream) for stream in list(self._last)]
+            while marks:
+                stream, number = marks.pop()
+                if number > self._released[stream]:
+                    self._released[stream] = number
+                    self._ask(self._places[stream], number, 0.0)
+                waits = self._waits.pop(stream, [])
+                marks += [other for at, other in waits if at <= number]
+                self._waits[stream] = [wait for wait in waits if wait[0] > number]
+
+    def _ask(self, place: int, number: int, when: float) -> None:
+        os.write(self._requests, releaser.REQUEST.pack(place, number, when))
 
 
 @contextmanager
 def holds(
     wait: Wait, register: Callable[[int], Any], unregister: Callable[[int], Any]
 ) -> Iterator[Holds]:
-    """Provide holds. At the end all are released, and the streams must have noticed it.
+    """Provide holds. At the end all are released.
 
     `register` makes a page of memory that begins at an address accessible to the device;
-    `unregister` is called when no stream waits for it any more.
+    `unregister` is called at the end, and returns when no stream waits for it any more.
     """
     file = os.memfd_create("kvconform-holds")
     os.ftruncate(file, mmap.PAGESIZE)
@@ -103,25 +137,24 @@ def on_this_device() -> Iterator[Holds]:
     driver = ctypes.CDLL("libcuda.so.1")
     runtime: Any = torch.cuda.cudart()
 
-    def wait(stream: int, address: int, number: int) -> None:
-        check(
-            driver.cuStreamWaitValue32_v2(
-                ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(number), 0
-            )
-        )
-
-    def check(status: int) -> None:
+    def check(status: Any) -> None:
         if int(status):
             raise EnvironmentProblem(
                 f"the device's streams cannot be made to wait (CUDA error {int(status)});"
                 " --emulate-cuda does without a GPU"
             )
 
+    def wait(stream: int, address: int, number: int) -> None:
+        at_least = 0  # CU_STREAM_WAIT_VALUE_GEQ
+        there = ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(number)
+        check(driver.cuStreamWaitValue32_v2(*there, at_least))
+
+    def register(address: int) -> None:
+        check(runtime.cudaHostRegister(address, mmap.PAGESIZE, 0))
+
     def unregister(address: int) -> None:
         torch.cuda.synchronize()
         runtime.cudaHostUnregister(address)
 
-    with holds(
-        wait, lambda address: check(runtime.cudaHostRegister(address, mmap.PAGESIZE, 0)), unregister
-    ) as made:
+    with holds(wait, register, unregister) as made:
         yield made

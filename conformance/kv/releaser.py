@@ -2,9 +2,9 @@
 """The process that releases the holds of `kvconform.kv.held`.
 
 It is run as a file, with two descriptors: requests are read from the first, and the second is the
-memory whose first four bytes are the number of the last hold that is released. It is a process of
-its own because a thread that waits for a held stream may keep Python's lock. It imports nothing of
-kvconform, so it begins in some milliseconds.
+memory with the number of the last hold that is released, four bytes for each stream. It is a
+process of its own because a thread that waits for a held stream may keep Python's lock. It imports
+nothing of kvconform, so it begins in some milliseconds.
 """
 
 from __future__ import annotations
@@ -18,39 +18,36 @@ import sys
 import time
 from collections import deque
 
-REQUEST = struct.Struct("<Id")
-"""A hold's number, and the time of the monotonic clock at which it is released; 0: at once.
+REQUEST = struct.Struct("<IId")
+"""A stream's place, a hold's number, and when it is released: the monotonic clock's time; 0: now.
 
-Holds before it are released with it.
+Holds of the stream before it are released with it.
 """
 MOST = 256
 """Requests that are read at once."""
+PLACES = mmap.PAGESIZE // 4
 
 
 def serve(requests: int, memory: mmap.mmap) -> None:
     """Release holds as requests say, until the other end is closed; then release all."""
-    last = ctypes.c_uint32.from_buffer(memory)
-    held: deque[tuple[int, float]] = deque()
-    released = 0
-    while True:
-        rest = max(0.0, held[0][1] - time.monotonic()) if held else None
+    released = (ctypes.c_uint32 * PLACES).from_buffer(memory)
+    held: deque[tuple[float, int, int]] = deque()
+
+    def release(place: int, number: int) -> None:
+        released[place] = max(released[place], number)
+
+    asked = b"none yet"
+    while asked:
+        rest = max(0.0, held[0][0] - time.monotonic()) if held else None
         if select.select([requests], [], [], rest)[0]:
             asked = os.read(requests, MOST * REQUEST.size)
-            for number, when in REQUEST.iter_unpack(asked):
+            for place, number, when in REQUEST.iter_unpack(asked):
                 if when:
-                    held.append((number, when))
+                    held.append((when, place, number))
                 else:
-                    released = max(released, number)
-            if not asked:
-                released = max([released, *(number for number, _ in held)])
-        else:
-            asked = b"no end"
-        now = time.monotonic()
-        while held and (held[0][0] <= released or held[0][1] <= now):
-            released = max(released, held.popleft()[0])
-        last.value = released
-        if not asked:
-            return
+                    release(place, number)
+        while held and (not asked or held[0][0] <= time.monotonic()):
+            release(*held.popleft()[1:])
 
 
 if __name__ == "__main__":

@@ -170,18 +170,19 @@ def run_first_part_afresh(
     caps: dict[str, Any],
     promises: Promises | None,
     rests: bool,
+    reseeded: bool,
 ) -> tuple[Progress, Registry]:
     """Run the steps before the restart in a fresh interpreter, as `run_first_part` does in a fork.
 
-    Its hash seed is random, unless the target prescribes one. vLLM's block hashes are those of this
-    process.
+    `reseeded`: its hash seed is random, unless the target prescribes one. vLLM's block hashes are
+    those of this process in any case.
     """
     job = _job(variant, target, seed, tmp, caps, relation, promises, rests)
     job["first_part"] = True
     hash_seed = os.environ.get(HASH_SEED)
     if hash_seed is not None:
         job["hash_seed"] = hash_seed
-    without = () if target.hash_seed else (HASH_SEED,)
+    without = (HASH_SEED,) if reseeded and not target.hash_seed else ()
     left = _answer(job, "before the restart, in the first interpreter,", {}, without=without)
     trace.events[:], trace.step, ended, part = pickle.loads(left)
     if part.left is None:

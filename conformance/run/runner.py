@@ -95,7 +95,8 @@ def run_variant(
     if relation == "hash-seed":
         return run_elsewhere(variant, target, seed=seed, tmp=tmp, caps=caps, rests=rests)
     stays_here = may_fork or watcher is not None or relation == "no-connector"
-    if afresh or (not stays_here and cannot_fork(variant.case.steps, relation)):
+    forks = target.device != "cuda"  # see `_before_restart`
+    if afresh or (forks and not stays_here and cannot_fork(variant.case.steps, relation)):
         return run_elsewhere(
             variant,
             target,
@@ -253,14 +254,18 @@ def _before_restart(
     trace: Trace,
     registry: Registry,
 ) -> tuple[Progress, Registry]:
-    """Run the steps before a restart in another process, of this `kind`; complete the trace."""
-    if kind == "interpreter" and run.relation != "no-connector":
-        variant, target, _ = create.args
+    """Run the steps before a restart in another process, of this `kind`; complete the trace.
+
+    A forked process could not use a CUDA device that this one has opened.
+    """
+    variant, target, _ = create.args
+    reseeded = kind == "interpreter"
+    if (reseeded or target.device == "cuda") and run.relation != "no-connector":
         known = {
             name: create.keywords[name]
             for name in ("seed", "tmp", "relation", "caps", "promises", "rests")
         }
-        return run_first_part_afresh(variant, target, trace, **known)
+        return run_first_part_afresh(variant, target, trace, reseeded=reseeded, **known)
     return run_first_part(
         partial(create, registry=registry),
         steps,

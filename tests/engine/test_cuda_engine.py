@@ -7,8 +7,10 @@ own speed, and holds of its streams (tests/kv/test_held.py); here the emulation 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +29,10 @@ from kvconform.emulation.vllm_on_cuda import vllm_on_cuda
 from kvconform.judge.records import CaseReport
 from kvconform.kv.gpu import OnCuda
 from kvconform.kv.held import Holds
+from kvconform.kv.slowed import PATIENCE
+from kvconform.run import runner
 from kvconform.run.case import run_and_judge
+from kvconform.run.isolation import FirstPartEnded
 
 SPEC = load_spec()
 
@@ -45,17 +50,20 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     class Noted(Holds):
         def hold(self, stream: int) -> None:
+            self._places[stream] = stream
+            self._last[stream] += 1
             asked.append(f"hold {stream}")
 
-        def release(self) -> None:
-            asked.append("release")
+        def _ask(self, place: int, number: int, when: float) -> None:
+            asked.append(f"release {place}")
 
     monkeypatch.setattr(gpu, "on_this_device", lambda: nullcontext(Noted(lambda *_: None, 0, 0)))
     return asked
 
 
 AFTERWARDS = {
-    "_catch_up",
+    "finish",
+    "settle",
     "changed_slots",
     "_judge",
     "mismatches",
@@ -174,35 +182,89 @@ def test_slow_transfers_hold_every_stream_but_the_compute_stream(held: list[str]
         assert not held
 
 
-@pytest.mark.parametrize("slow", ["compute", "transfers"])
-def test_a_host_that_waits_releases_all_streams(slow: str, held: list[str]) -> None:
-    with emulate(None):
-        with gpu.opened("cuda", slow):
-            stream = torch.cuda.Stream()
-            for waits in (
-                torch.cuda.synchronize,
-                stream.synchronize,
-                stream.record_event().synchronize,
-            ):
-                held.clear()
-                waits()
-                assert held == ["release"]
-        held.clear()
-        stream.synchronize()
-        assert not held
+Wait = Callable[[Any, Any, Any], object]
 
 
-def test_transfers_are_released_only_if_the_compute_stream_waits_for_them(
-    held: list[str], monkeypatch: pytest.MonkeyPatch
+def by_stream(compute: Any, load: Any, event: Any) -> None:
+    compute.wait_stream(load)
+
+
+def by_event(compute: Any, load: Any, event: Any) -> None:
+    compute.wait_event(event)
+
+
+def by_the_event_itself(compute: Any, load: Any, event: Any) -> None:
+    event.wait()
+
+
+@pytest.mark.parametrize("wait", [by_stream, by_event, by_the_event_itself])
+def test_a_transfer_goes_on_when_the_compute_stream_waits_for_it(
+    wait: Wait, held: list[str]
 ) -> None:
     with emulate(None), gpu.opened("cuda", "transfers") as cuda:
+        compute, load, store = (torch.cuda.current_stream(), *two_streams())
+        for stream in (load, store):
+            with torch.cuda.stream(stream):
+                pass
+        event = torch.cuda.Event()
+        event.record(load)
         cuda.launch(lambda: None)
+        held.clear()
         cuda.finish()
         assert not held
-        monkeypatch.setattr(type(torch.cuda.current_stream()), "query", lambda self: False)
-        cuda.launch(lambda: None)
+        wait(compute, load, event)
         cuda.finish()
-        assert held == ["release"]
+        assert held == [f"release {load.cuda_stream}"]
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda compute, load, event: load.synchronize(),
+        lambda compute, load, event: event.synchronize(),
+        lambda compute, load, event: [event.query() for _ in range(PATIENCE)],
+        lambda compute, load, event: [load.query() for _ in range(PATIENCE)],
+    ],
+    ids=["stream", "event", "polls of the event", "polls of the stream"],
+)
+def test_a_transfer_goes_on_when_the_host_waits_for_it(
+    wait: Wait, held: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with emulate(None):
+        for owner in (torch.cuda.Stream, torch.cuda.Event):
+            monkeypatch.setattr(owner, "query", lambda self: False)
+        with gpu.opened("cuda", "transfers"):
+            load, store = two_streams()
+            for stream in (load, store):
+                with torch.cuda.stream(stream):
+                    pass
+            event = load.record_event()
+            held.clear()
+            event.query()
+            assert not held
+            wait(torch.cuda.current_stream(), load, event)
+            assert held == [f"release {load.cuda_stream}"]
+            torch.cuda.synchronize()
+            assert held[1:] == [f"release {store.cuda_stream}"]
+        monkeypatch.undo()
+
+
+def test_a_host_that_waits_for_a_save_waits_for_the_compute_stream_only_if_the_save_does(
+    held: list[str],
+) -> None:
+    with emulate(None), gpu.opened("cuda", "compute") as cuda:
+        compute, save, early = (torch.cuda.current_stream(), *two_streams())
+        cuda.launch(lambda: None)
+        save.wait_stream(compute)
+        held.clear()
+        early.synchronize()
+        assert not held
+        save.synchronize()
+        assert held == [f"release {compute.cuda_stream}"]
+
+
+def two_streams() -> tuple[Any, Any]:
+    return torch.cuda.Stream(), torch.cuda.Stream()
 
 
 def test_a_slow_compute_stream_is_held_once_per_step_and_waited_for(held: list[str]) -> None:
@@ -212,7 +274,33 @@ def test_a_slow_compute_stream_is_held_once_per_step_and_waited_for(held: list[s
             held.clear()
             cuda.launch(lambda: memory.add_(1))
             cuda.launch(lambda: memory.add_(1))
-            assert held == [f"hold {torch.cuda.current_stream().cuda_stream}"]
-            assert emulated.machine.compute.entries
+            compute = torch.cuda.current_stream().cuda_stream
+            assert held == [f"hold {compute}"] and emulated.machine.compute.entries
             cuda.finish()
-            assert held[1:] == ["release"] and not emulated.machine.compute.entries
+            assert held[1:] == [f"release {compute}"] and not emulated.machine.compute.entries
+
+
+def test_no_process_is_forked_that_could_not_use_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def afresh(*_: Any, reseeded: bool, **__: Any) -> Any:
+        asked.append(reseeded)
+        raise FirstPartEnded(None, "enough was seen")
+
+    monkeypatch.setattr(runner, "run_first_part_afresh", afresh)
+    monkeypatch.setattr(runner, "run_first_part", None)
+    for case, reseeded in (
+        ("lifecycle.restart-process", False),
+        ("lifecycle.restart-interpreter", True),
+    ):
+        variant = SPEC.cases[case].variants(["reference"])[0]
+        target = Target(
+            "kvconform.refimpl.connector:ReferenceConnector",
+            {"store": "{tmp}/store"},
+            device="cuda",
+        )
+        with emulate(None) as cuda, vllm_on_cuda(cuda):
+            made = runner.run_variant(variant, target, seed=0, tmp=tmp_path / case)
+        assert (made.lacks, asked.pop()) == ("enough was seen", reseeded)

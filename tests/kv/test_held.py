@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from kvconform.kv import held
-from kvconform.kv.held import Holds, holds
+from kvconform.kv.held import Holds, Mark, holds
 from kvconform.process import alive
 
 SOON = 20.0
@@ -19,27 +19,27 @@ SOON = 20.0
 
 
 class Device:
-    """Notes which streams wait for which number, and where."""
+    """Notes which place waits for which number, and for which streams."""
 
     def __init__(self) -> None:
         self.waits: list[tuple[int, int]] = []
+        self.streams: list[int] = []
         self.registered: list[int] = []
         self.address = 0
 
     def wait(self, stream: int, address: int, number: int) -> None:
-        assert address == self.address
-        self.waits.append((stream, number))
+        self.streams.append(stream)
+        self.waits.append(((address - self.address) // 4, number))
 
     def register(self, address: int) -> None:
         self.address = address
         self.registered.append(address)
 
-    @property
-    def released(self) -> int:
-        return ctypes.c_uint32.from_address(self.address).value
+    def released(self, place: int) -> int:
+        return ctypes.c_uint32.from_address(self.address + 4 * place).value
 
     def unregister(self, address: int) -> None:
-        until(lambda: all(number <= self.released for _, number in self.waits))
+        until(lambda: all(number <= self.released(place) for place, number in self.waits))
         self.registered.remove(address)
 
 
@@ -54,25 +54,48 @@ def test_a_hold_lasts_until_its_release(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(held, "LIMIT", 1000.0)
     device = Device()
     with holds(device.wait, device.register, device.unregister) as made:
-        made.hold(7)
-        made.hold(0)
+        for stream in (7, 0, 7):
+            made.hold(stream)
         time.sleep(0.05)
-        assert (device.waits, device.released) == ([(7, 1), (0, 2)], 0)
+        assert device.streams == [7, 0, 7]
+        assert device.waits == [(0, 1), (1, 1), (0, 2)]
+        assert (device.released(0), device.released(1)) == (0, 0)
+        made.release(Mark(7, 1))
+        until(lambda: device.released(0) == 1)
         made.release()
-        until(lambda: device.released == 2)
+        until(lambda: (device.released(0), device.released(1)) == (2, 1))
         made.hold(7)
         time.sleep(0.05)
-        assert device.released == 2
+        assert device.released(0) == 2
     assert not device.registered
 
 
 def test_a_hold_that_nobody_releases_ends() -> None:
     device = Device()
     with holds(device.wait, device.register, device.unregister) as made:
-        made.hold(7)
-        until(lambda: device.released == 1)
-        made.hold(7)
-        until(lambda: device.released == 2)
+        for number in (1, 2):
+            made.hold(7)
+            until(lambda number=number: device.released(0) == number)
+
+
+def test_what_a_stream_waits_for_is_released_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "LIMIT", 1000.0)
+    device = Device()
+    with holds(device.wait, device.register, device.unregister) as made:
+        compute, load, store, other = 0, 1, 2, 3
+        for stream in (load, store, other):
+            made.hold(stream)
+        made.follows(load, made.mark(store))
+        made.follows(compute, made.mark(load))
+        made.hold(load)  # nobody waits for it, nor for what is behind it
+        made.follows(load, made.mark(other))
+        made.release(made.mark(compute))
+        places = [0, 1, 2]
+        until(lambda: [device.released(place) for place in places] == [1, 1, 0])
+        time.sleep(0.05)
+        assert [device.released(place) for place in places] == [1, 1, 0]
+        made.release(made.mark(load))
+        until(lambda: [device.released(place) for place in places] == [2, 1, 1])
 
 
 def test_holds_end_when_the_program_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +110,16 @@ def test_holds_end_when_the_program_fails(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(RuntimeError, match="a hook"):
         failing()
     assert not device.registered
+
+
+def test_a_stream_without_a_place_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held.releaser, "PLACES", 1)
+    device = Device()
+    with holds(device.wait, device.register, device.unregister) as made:
+        made.hold(7)
+        made.hold(8)
+        made.release(made.mark(8))
+        assert device.streams == [7]
 
 
 def test_nothing_is_asked_twice() -> None:

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes streams of a real CUDA device slow by holds, and releases what somebody waits for.
+
+As on the emulated device: what is held goes on when the compute stream or the host waits for it, or
+has asked `PATIENCE` times whether it is done. A stream is known to be in use, and to wait or be
+waited for, by the calls of torch.cuda that say so; see `in_use`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvconform.contract.case import Slow
+from kvconform.emulation.patch import Patches
+from kvconform.kv.held import Holds, Mark
+
+PATIENCE = 3
+"""How often a stream or an event answers that it is not done; the emulated device has as much."""
+
+
+class Watched:
+    """What the calls of torch.cuda say about streams. `compute`: the engine's stream.
+
+    Every method stands for the method of torch that is its first argument, and calls it.
+    """
+
+    def __init__(self, holds: Holds, slow: Slow) -> None:
+        self._holds, self._slow = holds, slow
+        self._compute = torch.cuda.current_stream().cuda_stream
+        self._marks: WeakKeyDictionary[Any, Mark] = WeakKeyDictionary()
+        self._asked: Counter[Mark] = Counter()
+
+    def _in_use(self, stream: Any) -> None:
+        """Hold a stream that is given work, if transfers are slow."""
+        if stream is None or self._slow != "transfers" or stream.cuda_stream == self._compute:
+            return
+        self._holds.hold(stream.cuda_stream)
+
+    def enter(self, call: Callable[..., Any], context: Any) -> Any:
+        """See torch.cuda.StreamContext.__enter__."""
+        found = call(context)
+        self._in_use(context.stream)
+        return found
+
+    def set_stream(self, call: Callable[..., Any], stream: Any) -> None:
+        """See torch.cuda.set_stream."""
+        call(stream)
+        self._in_use(stream)
+
+    def wait_stream(self, call: Callable[..., Any], stream: Any, other: Any) -> None:
+        """See torch.cuda.Stream.wait_stream."""
+        mark = self._holds.mark(other.cuda_stream)
+        call(stream, other)
+        self._follow(stream, mark)
+
+    def wait_event(self, call: Callable[..., Any], stream: Any, event: Any) -> None:
+        """See torch.cuda.Stream.wait_event."""
+        call(stream, event)
+        self._follow(stream, self._marks.get(event))
+
+    def wait(self, call: Callable[..., Any], event: Any, stream: Any = None) -> None:
+        """See torch.cuda.Event.wait."""
+        stream = torch.cuda.current_stream() if stream is None else stream
+        call(event, stream)
+        self._follow(stream, self._marks.get(event))
+
+    def _follow(self, stream: Any, mark: Mark | None) -> None:
+        if mark is None:
+            self._holds.release()  # an event of unknown origin
+        else:
+            self._holds.follows(stream.cuda_stream, mark)
+        self._in_use(stream)
+
+    def record(self, call: Callable[..., Any], event: Any, stream: Any = None) -> None:
+        """See torch.cuda.Event.record."""
+        stream = torch.cuda.current_stream() if stream is None else stream
+        call(event, stream)
+        self._marks[event] = self._holds.mark(stream.cuda_stream)
+
+    def record_event(self, call: Callable[..., Any], stream: Any, event: Any = None) -> Any:
+        """See torch.cuda.Stream.record_event."""
+        event = call(stream, event)
+        self._marks[event] = self._holds.mark(stream.cuda_stream)
+        return event
+
+    def synchronize_event(self, call: Callable[..., Any], event: Any) -> None:
+        """See torch.cuda.Event.synchronize."""
+        self._holds.release(self._marks.get(event))
+        call(event)
+
+    def synchronize_stream(self, call: Callable[..., Any], stream: Any) -> None:
+        """See torch.cuda.Stream.synchronize."""
+        self._holds.release(self._holds.mark(stream.cuda_stream))
+        call(stream)
+
+    def synchronize(self, call: Callable[..., Any], device: Any = None) -> None:
+        """See torch.cuda.synchronize."""
+        self._holds.release()
+        call(device)
+
+    def query_event(self, call: Callable[..., Any], event: Any) -> bool:
+        """See torch.cuda.Event.query."""
+        return self._answer(call(event), self._marks.get(event))
+
+    def query_stream(self, call: Callable[..., Any], stream: Any) -> bool:
+        """See torch.cuda.Stream.query."""
+        return self._answer(call(stream), self._holds.mark(stream.cuda_stream))
+
+    def _answer(self, done: bool, mark: Mark | None) -> bool:
+        """Return the answer; release what was asked for too often."""
+        if not done and mark is not None:
+            self._asked[mark] += 1
+            if self._asked[mark] >= PATIENCE:
+                self._holds.release(mark)
+        return done
+
+
+@contextmanager
+def in_use(holds: Holds, slow: Slow) -> Iterator[None]:
+    """Watch the calls of torch.cuda; if transfers are slow, hold each stream that is used.
+
+    A stream is in use when it is made the current one (torch.cuda.stream or set_stream), or to wait
+    (wait_event, wait_stream, Event.wait). Streams that are used in other ways stay fast. Waits and
+    questions in other ways than those of torch.cuda end with the time limit of a hold.
+    """
+    watched = Watched(holds, slow)
+    stream, event = torch.cuda.Stream, torch.cuda.Event
+    patches = Patches()
+    try:
+        for owner, name, method in (
+            (torch.cuda.StreamContext, "__enter__", watched.enter),
+            (torch.cuda, "set_stream", watched.set_stream),
+            (stream, "wait_stream", watched.wait_stream),
+            (stream, "wait_event", watched.wait_event),
+            (stream, "record_event", watched.record_event),
+            (stream, "synchronize", watched.synchronize_stream),
+            (stream, "query", watched.query_stream),
+            (event, "wait", watched.wait),
+            (event, "record", watched.record),
+            (event, "synchronize", watched.synchronize_event),
+            (event, "query", watched.query_event),
+            (torch.cuda, "synchronize", watched.synchronize),
+            (torch.accelerator, "synchronize", watched.synchronize),
+        ):
+            patches.set(owner, name, _through(method, getattr(owner, name)))
+        yield
+    finally:
+        patches.restore()
+
+
+def _through(method: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function in place of `call`, which passes through `method`."""
+
+    @wraps(call)
+    def passed(*args: Any, **kwargs: Any) -> Any:
+        return method(call, *args, **kwargs)
+
+    return passed
