@@ -950,6 +950,11 @@ def lifecycle(
     return {"op": op, "pid": pid, **raised(error, connector)}
 
 
+def is_restart(event: Mapping[str, Any]) -> bool:
+    """Return whether an event is a restart of the engine. Pure."""
+    return event["kind"] == "engine.lifecycle" and event["op"] == "restart"
+
+
 def crash(where: str, error: BaseException | str, hook: str | None) -> dict[str, Any]:
     """Return the fields of `engine.crash`; `error` may be a sentence instead of an error. Pure."""
     said = {**raised(None), "error": error} if isinstance(error, str) else raised(error)

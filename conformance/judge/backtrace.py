@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from kvconform.contract.events import NO_OWNER
+from kvconform.contract.events import NO_OWNER, is_restart
 from kvconform.contract.trace import Event
 from kvconform.judge.describe import namesake
 
@@ -374,7 +374,7 @@ def _holders(trace: list[Event], end: Event) -> list[str]:
     for e in trace:
         if e.get("on") != end.get("on"):
             continue
-        if e["kind"] == "engine.lifecycle" and e["op"] == "restart":
+        if is_restart(e):
             held.clear()  # the engine has another pool
         elif e["kind"] == "block" and e["op"] == "alloc" and e["owner"] not in (None, NO_OWNER):
             held[e["id"]] = [e["owner"]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kvconform.contract.events import is_restart
 from kvconform.contract.trace import Event
 
 CLAIMED = "lookup.identity"
@@ -128,7 +129,7 @@ def differing(trace: Sequence[Event], event: Event) -> list[dict[str, str]]:
 
 def restarted(trace: Sequence[Event]) -> bool:
     """Return whether the engine was restarted, maybe with another model."""
-    return any(e["kind"] == "engine.lifecycle" and e["op"] == "restart" for e in trace)
+    return any(map(is_restart, trace))
 
 
 def _known(trace: Sequence[Event], req: str, generation: int) -> Mapping[str, Any]:

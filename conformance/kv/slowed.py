@@ -21,6 +21,7 @@ from kvconform.contract.case import Slow
 from kvconform.emulation.patch import Patches
 from kvconform.kv.held import Holds, Mark
 
+Method = Callable[..., Any]
 PATIENCE = 3
 """How often a stream or an event answers that it is not done; the emulated device has as much."""
 
@@ -43,29 +44,29 @@ class Watched:
             return
         self._holds.hold(stream.cuda_stream)
 
-    def enter(self, call: Callable[..., Any], context: Any) -> Any:
+    def enter(self, call: Method, context: Any) -> Any:
         """See torch.cuda.StreamContext.__enter__."""
         found = call(context)
         self._in_use(context.stream)
         return found
 
-    def set_stream(self, call: Callable[..., Any], stream: Any) -> None:
+    def set_stream(self, call: Method, stream: Any) -> None:
         """See torch.cuda.set_stream."""
         call(stream)
         self._in_use(stream)
 
-    def wait_stream(self, call: Callable[..., Any], stream: Any, other: Any) -> None:
+    def wait_stream(self, call: Method, stream: Any, other: Any) -> None:
         """See torch.cuda.Stream.wait_stream."""
         mark = self._holds.mark(other.cuda_stream)
         call(stream, other)
         self._follow(stream, mark)
 
-    def wait_event(self, call: Callable[..., Any], stream: Any, event: Any) -> None:
+    def wait_event(self, call: Method, stream: Any, event: Any) -> None:
         """See torch.cuda.Stream.wait_event."""
         call(stream, event)
         self._follow(stream, self._marks.get(event))
 
-    def wait(self, call: Callable[..., Any], event: Any, stream: Any = None) -> None:
+    def wait(self, call: Method, event: Any, stream: Any = None) -> None:
         """See torch.cuda.Event.wait."""
         stream = torch.cuda.current_stream() if stream is None else stream
         call(event, stream)
@@ -78,38 +79,38 @@ class Watched:
             self._holds.follows(stream.cuda_stream, mark)
         self._in_use(stream)
 
-    def record(self, call: Callable[..., Any], event: Any, stream: Any = None) -> None:
+    def record(self, call: Method, event: Any, stream: Any = None) -> None:
         """See torch.cuda.Event.record."""
         stream = torch.cuda.current_stream() if stream is None else stream
         call(event, stream)
         self._marks[event] = self._holds.mark(stream.cuda_stream)
 
-    def record_event(self, call: Callable[..., Any], stream: Any, event: Any = None) -> Any:
+    def record_event(self, call: Method, stream: Any, event: Any = None) -> Any:
         """See torch.cuda.Stream.record_event."""
         event = call(stream, event)
         self._marks[event] = self._holds.mark(stream.cuda_stream)
         return event
 
-    def synchronize_event(self, call: Callable[..., Any], event: Any) -> None:
+    def synchronize_event(self, call: Method, event: Any) -> None:
         """See torch.cuda.Event.synchronize."""
         self._holds.release(self._marks.get(event))
         call(event)
 
-    def synchronize_stream(self, call: Callable[..., Any], stream: Any) -> None:
+    def synchronize_stream(self, call: Method, stream: Any) -> None:
         """See torch.cuda.Stream.synchronize."""
         self._holds.release(self._holds.mark(stream.cuda_stream))
         call(stream)
 
-    def synchronize(self, call: Callable[..., Any], device: Any = None) -> None:
+    def synchronize(self, call: Method, device: Any = None) -> None:
         """See torch.cuda.synchronize."""
         self._holds.release()
         call(device)
 
-    def query_event(self, call: Callable[..., Any], event: Any) -> bool:
+    def query_event(self, call: Method, event: Any) -> bool:
         """See torch.cuda.Event.query."""
         return self._answer(call(event), self._marks.get(event))
 
-    def query_stream(self, call: Callable[..., Any], stream: Any) -> bool:
+    def query_stream(self, call: Method, stream: Any) -> bool:
         """See torch.cuda.Stream.query."""
         return self._answer(call(stream), self._holds.mark(stream.cuda_stream))
 
@@ -128,34 +129,43 @@ def in_use(holds: Holds, slow: Slow) -> Iterator[None]:
 
     A stream is in use when it is made the current one (torch.cuda.stream or set_stream), or to wait
     (wait_event, wait_stream, Event.wait). Streams that are used in other ways stay fast. Waits and
-    questions in other ways than those of torch.cuda end with the time limit of a hold.
+    questions in other ways than those of torch end with the time limit of a hold.
     """
     watched = Watched(holds, slow)
     stream, event = torch.cuda.Stream, torch.cuda.Event
+    of_events: dict[str, Method] = {
+        "wait": watched.wait,
+        "record": watched.record,
+        "synchronize": watched.synchronize_event,
+        "query": watched.query_event,
+    }
+    # The class for any device takes no attributes.
+    generic = {
+        name: _through(method, getattr(torch.Event, name)) for name, method in of_events.items()
+    }
+    calls: list[tuple[Any, str, Method]] = [
+        (torch.cuda.StreamContext, "__enter__", watched.enter),
+        (torch.cuda, "set_stream", watched.set_stream),
+        (stream, "wait_stream", watched.wait_stream),
+        (stream, "wait_event", watched.wait_event),
+        (stream, "record_event", watched.record_event),
+        (stream, "synchronize", watched.synchronize_stream),
+        (stream, "query", watched.query_stream),
+        *((event, name, method) for name, method in of_events.items()),
+        (torch.cuda, "synchronize", watched.synchronize),
+        (torch.accelerator, "synchronize", watched.synchronize),
+    ]
     patches = Patches()
     try:
-        for owner, name, method in (
-            (torch.cuda.StreamContext, "__enter__", watched.enter),
-            (torch.cuda, "set_stream", watched.set_stream),
-            (stream, "wait_stream", watched.wait_stream),
-            (stream, "wait_event", watched.wait_event),
-            (stream, "record_event", watched.record_event),
-            (stream, "synchronize", watched.synchronize_stream),
-            (stream, "query", watched.query_stream),
-            (event, "wait", watched.wait),
-            (event, "record", watched.record),
-            (event, "synchronize", watched.synchronize_event),
-            (event, "query", watched.query_event),
-            (torch.cuda, "synchronize", watched.synchronize),
-            (torch.accelerator, "synchronize", watched.synchronize),
-        ):
+        for owner, name, method in calls:
             patches.set(owner, name, _through(method, getattr(owner, name)))
+        patches.set(torch, "Event", type("Event", (torch.Event,), generic))
         yield
     finally:
         patches.restore()
 
 
-def _through(method: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+def _through(method: Method, call: Method) -> Method:
     """Return a function in place of `call`, which passes through `method`."""
 
     @wraps(call)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvconform.compat.vllm_api import COUNTS_IN_FLIGHT
+from kvconform.contract.events import is_restart
 from kvconform.contract.expectations import Expectation
 from kvconform.contract.trace import Event
 from kvconform.run.forbidden import may_be_stored
@@ -406,7 +407,7 @@ class Reloads:
         for e in self.state.trace.events:
             if e["kind"] == "req.finished":
                 ended = ended or (e["req"], e["generation"]) == self.state.incarnation(source)
-            elif ended and e["kind"] == "engine.lifecycle" and e["op"] == "restart":
+            elif ended and is_restart(e):
                 return True
         return False
 

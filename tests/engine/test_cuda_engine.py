@@ -197,7 +197,15 @@ def by_the_event_itself(compute: Any, load: Any, event: Any) -> None:
     event.wait()
 
 
-@pytest.mark.parametrize("wait", [by_stream, by_event, by_the_event_itself])
+def by_an_event_for_any_device(compute: Any, load: Any, event: Any) -> None:
+    event = torch.Event("cuda")
+    event.record(load)
+    compute.wait_event(event)
+
+
+@pytest.mark.parametrize(
+    "wait", [by_stream, by_event, by_the_event_itself, by_an_event_for_any_device]
+)
 def test_a_transfer_goes_on_when_the_compute_stream_waits_for_it(
     wait: Wait, held: list[str]
 ) -> None:
