@@ -10,13 +10,16 @@ snapshot fails; unused ones are reported and never deleted.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvconform.errors import KvconformError
-from kvconform.snapshots.job import Job
 
-JOB = pytest.StashKey[Job]()
+if TYPE_CHECKING:
+    from kvconform.snapshots.job import Job
+
+JOB = pytest.StashKey["Job"]()
 HANDED = "kvconform-snapshot-job"
 
 
@@ -59,7 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if options.kv_snapshots is None:
         raise pytest.UsageError("name the directory of the snapshots: --kv-snapshots DIR")
+    # Imports vLLM, which takes seconds; a wrong call is told before.
     from kvconform.config.settings import load
+    from kvconform.snapshots.job import Job
 
     try:
         config.stash[JOB] = Job(load({}), Path(options.kv_snapshots).absolute(), updating=updating)

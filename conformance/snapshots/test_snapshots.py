@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvconform.contract.case import Case
 from kvconform.errors import KvconformError
-from kvconform.snapshots.job import CaseResult, Job
 from kvconform.snapshots.plugin import JOB
 from kvconform.snapshots.store import SnapshotError, StoreExtension, explain
+
+if TYPE_CHECKING:
+    from kvconform.snapshots.job import CaseResult, Job
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -24,6 +26,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_snapshot(case: Case, snapshot: Any, pytestconfig: pytest.Config) -> None:
     """Record a case and compare it with its snapshots, or write them."""
+    from kvconform.snapshots.job import CaseResult
+
     job = pytestconfig.stash[JOB]
     result = CaseResult(case.id, "error")  # stays if anything below raises
     job.results.append(result)
