@@ -36,9 +36,9 @@ def gpu(
         option(
             "--jobs",
             metavar="N",
-            help="parts that run at the same time, after those alone [one per two processors]",
+            help="parts that run at the same time, after those alone [one per two processors, 3 to 8]",
         ),
-    ] = max(3, (os.cpu_count() or 1) // 2),
+    ] = min(8, max(3, (os.cpu_count() or 1) // 2)),
     device: Annotated[
         str, option("--device", metavar="cuda|emulated", hidden=True, help="emulated: for tests")
     ] = "cuda",

@@ -36,7 +36,7 @@ SHOWN = 5
 SHARE = 0.1
 """Part of a step that comparing the KV in the cache may take."""
 WORKERS = 12
-"""Most processes that run the kernels' tests."""
+"""Most processes that run the kernels' tests, or cases: each has a context on the GPU."""
 NO_VLLM = "vLLM is not installed"
 ON_DEVICE = "cuda and not torch and not 2_31"
 """The kernels' tests that compute-sanitizer repeats: those that launch kernels on small caches."""
@@ -90,15 +90,12 @@ class Reading:
 
 
 class Stage(IntEnum):
-    """Stages of a call, in this order.
-
-    Processes that share a GPU wait for one another, most of all for streams that sleep.
-    """
+    """Stages of a call, in this order. Processes that share a GPU wait for one another."""
 
     ALONE = 0
     """Measures time, or makes use of all processors."""
     GATES = 1
-    """Long, and few streams sleep."""
+    """Long."""
     REST = 2
 
 
@@ -243,7 +240,7 @@ def gate(engine: str) -> Callable[[Setting], list[list[str]]]:
     def commands(setting: Setting) -> list[list[str]]:
         folder = ("--report-dir", str(setting.file(f"gate-{engine}")))
         # The other engine's gate runs at the same time.
-        workers = ("--workers", str(max(1, (os.cpu_count() or 1) * 3 // 8)))
+        workers = ("--workers", str(min(WORKERS // 2, max(1, (os.cpu_count() or 1) * 3 // 8))))
         on = ("--engine", engine, *setting.run_device)
         return [python("kvconform", "run", *on, *workers, *folder)]
 

@@ -64,6 +64,8 @@ class OnCuda(Unobserved):
         """See Timeline."""
         torch.cuda.current_stream().synchronize()  # releases what the compute stream waits for
         self._idle = True
+        if self._holds is not None:
+            self._holds.next_step()
         launched, self._launched = self._launched, []
         for judge, result in launched:
             judge(result)

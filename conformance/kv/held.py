@@ -31,7 +31,8 @@ from kvconform.process import alive
 LIMIT = 0.05
 """Seconds after which a hold is released.
 
-That is more than a step takes, also where other processes use the device.
+That is more than a step takes, also where other processes use the device. A stream whose hold ends
+so is not held again in the step, or a hook with many waits of that kind would take too long.
 """
 Wait = Callable[[int, int, int], None]
 """Makes a stream (its handle) wait until the number at an address is at least a given one."""
@@ -58,16 +59,38 @@ class Holds:
         self._last: dict[int, int] = defaultdict(int)
         self._released: dict[int, int] = defaultdict(int)
         self._waits: dict[int, list[tuple[int, Mark]]] = defaultdict(list)
+        self._let_go: set[int] = set()
 
     def hold(self, stream: int) -> None:
-        """Hold a stream from what it is given next on. Streams beyond `releaser.PLACES` stay."""
+        """Hold a stream from what it is given next on.
+
+        Not beyond `releaser.PLACES` streams, not after a hold that ended by itself in this step,
+        and not if the process that releases has ended.
+        """
         with self._lock:
             place = self._places.setdefault(stream, len(self._places))
-            if place >= releaser.PLACES:
+            last = self._last[stream]
+            if place >= releaser.PLACES or stream in self._let_go:
                 return
-            self._last[stream] += 1
-            self._ask(place, self._last[stream], time.monotonic() + LIMIT)
-            self._wait(stream, self._address + 4 * place, self._last[stream])
+            if self._released[stream] < last <= self._ended(place):
+                self._released[stream] = last
+                self._let_go.add(stream)
+                return
+            if self._ask(place, last + 1, time.monotonic() + LIMIT):
+                self._last[stream] = last + 1
+                self._wait(stream, self._address + 4 * place, last + 1)
+
+    def next_step(self) -> None:
+        """Note that a step has ended."""
+        with self._lock:
+            self._let_go.clear()
+            for stream in self._last:
+                place = self._places[stream]
+                self._released[stream] = max(self._released[stream], self._ended(place))
+
+    def _ended(self, place: int) -> int:
+        """Return the number of a stream's last hold that has ended."""
+        return ctypes.c_uint32.from_address(self._address + 4 * place).value
 
     def mark(self, stream: int) -> Mark:
         """Return the place behind all that the stream has been given."""
@@ -94,8 +117,18 @@ class Holds:
                 marks += [other for at, other in waits if at <= number]
                 self._waits[stream] = [wait for wait in waits if wait[0] > number]
 
-    def _ask(self, place: int, number: int, when: float) -> None:
-        os.write(self._requests, releaser.REQUEST.pack(place, number, when))
+    def end(self) -> None:
+        """Release all holds, and end the process that releases."""
+        with self._lock:
+            self._ask(releaser.END, 0, 0.0)
+
+    def _ask(self, place: int, number: int, when: float) -> bool:
+        """Send a request; return whether there is a process that reads it."""
+        try:
+            os.write(self._requests, releaser.REQUEST.pack(place, number, when))
+        except BrokenPipeError:
+            return False
+        return True
 
 
 @contextmanager
@@ -114,16 +147,18 @@ def holds(
     read, write = os.pipe()
     with alive.of_harness():
         command = [sys.executable, "-I", "-S", releaser.__file__, str(read), str(file)]
-        process = subprocess.Popen(command, pass_fds=(read, file), stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, pass_fds=(read, file), stdin=subprocess.DEVNULL, start_new_session=True
+        )
     os.close(read)
     os.close(file)
     try:
         register(address)
+        made = Holds(wait, address, write)
         try:
-            made = Holds(wait, address, write)
             yield made
-            made.release()
         finally:
+            made.end()  # a process that the connector forked may keep the pipe open
             unregister(address)
     finally:
         os.close(write)

@@ -13,6 +13,7 @@ import ctypes
 import mmap
 import os
 import select
+import signal
 import struct
 import sys
 import time
@@ -21,34 +22,46 @@ from collections import deque
 REQUEST = struct.Struct("<IId")
 """A stream's place, a hold's number, and when it is released: the monotonic clock's time; 0: now.
 
-Holds of the stream before it are released with it.
+Holds of the stream before it are released with it. A place that no stream can have: end.
 """
 MOST = 256
 """Requests that are read at once."""
 PLACES = mmap.PAGESIZE // 4
+END = PLACES
 
 
 def serve(requests: int, memory: mmap.mmap) -> None:
-    """Release holds as requests say, until the other end is closed; then release all."""
+    """Release holds as requests say, until one says END or the other end is closed.
+
+    Then, and if this fails, release all.
+    """
     released = (ctypes.c_uint32 * PLACES).from_buffer(memory)
     held: deque[tuple[float, int, int]] = deque()
 
     def release(place: int, number: int) -> None:
         released[place] = max(released[place], number)
 
-    asked = b"none yet"
-    while asked:
-        rest = max(0.0, held[0][0] - time.monotonic()) if held else None
-        if select.select([requests], [], [], rest)[0]:
-            asked = os.read(requests, MOST * REQUEST.size)
-            for place, number, when in REQUEST.iter_unpack(asked):
-                if when:
-                    held.append((when, place, number))
-                else:
-                    release(place, number)
-        while held and (not asked or held[0][0] <= time.monotonic()):
-            release(*held.popleft()[1:])
+    goes_on = True
+    try:
+        while goes_on:
+            rest = max(0.0, held[0][0] - time.monotonic()) if held else None
+            if select.select([requests], [], [], rest)[0]:
+                asked = os.read(requests, MOST * REQUEST.size)
+                goes_on = bool(asked)
+                for place, number, when in REQUEST.iter_unpack(asked):
+                    if place >= PLACES:
+                        goes_on = False
+                    elif when:
+                        held.append((when, place, number))
+                    else:
+                        release(place, number)
+            while held and held[0][0] <= time.monotonic():
+                release(*held.popleft()[1:])
+    finally:
+        for _, place, number in held:
+            release(place, number)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for the process that holds
     serve(int(sys.argv[1]), mmap.mmap(int(sys.argv[2]), mmap.PAGESIZE))

@@ -26,93 +26,109 @@ PATIENCE = 3
 """How often a stream or an event answers that it is not done; the emulated device has as much."""
 
 
+def handle_of(stream: Any) -> int:
+    """Return the cudaStream_t of a torch.cuda.Stream, or of the torch.Stream of a CUDA device."""
+    if not hasattr(stream, "cuda_stream"):
+        stream = torch.cuda.Stream(
+            stream_id=stream.stream_id,
+            device_index=stream.device_index,
+            device_type=stream.device_type,
+        )
+    return int(stream.cuda_stream)
+
+
 class Watched:
-    """What the calls of torch.cuda say about streams. `compute`: the engine's stream.
+    """What the calls of torch.cuda say about streams.
 
     Every method stands for the method of torch that is its first argument, and calls it.
     """
 
     def __init__(self, holds: Holds, slow: Slow) -> None:
         self._holds, self._slow = holds, slow
-        self._compute = torch.cuda.current_stream().cuda_stream
+        self._compute = handle_of(torch.cuda.current_stream())
         self._marks: WeakKeyDictionary[Any, Mark] = WeakKeyDictionary()
         self._asked: Counter[Mark] = Counter()
 
     def _in_use(self, stream: Any) -> None:
         """Hold a stream that is given work, if transfers are slow."""
-        if stream is None or self._slow != "transfers" or stream.cuda_stream == self._compute:
+        if stream is None or self._slow != "transfers":
             return
-        self._holds.hold(stream.cuda_stream)
+        if (handle := handle_of(stream)) != self._compute:
+            self._holds.hold(handle)
 
-    def enter(self, call: Method, context: Any) -> Any:
+    def _mark(self, stream: Any) -> Mark:
+        """Return the place behind all that a stream has been given; None: the current one."""
+        return self._holds.mark(handle_of(stream or torch.cuda.current_stream()))
+
+    def enter(self, call: Method, this: Any, /) -> Any:
         """See torch.cuda.StreamContext.__enter__."""
-        found = call(context)
-        self._in_use(context.stream)
+        found = call(this)
+        self._in_use(this.stream)
         return found
 
-    def set_stream(self, call: Method, stream: Any) -> None:
+    def set_stream(self, call: Method, /, stream: Any) -> None:
         """See torch.cuda.set_stream."""
         call(stream)
         self._in_use(stream)
 
-    def wait_stream(self, call: Method, stream: Any, other: Any) -> None:
+    def wait_stream(self, call: Method, this: Any, /, stream: Any) -> None:
         """See torch.cuda.Stream.wait_stream."""
-        mark = self._holds.mark(other.cuda_stream)
-        call(stream, other)
-        self._follow(stream, mark)
+        mark = self._mark(stream)
+        call(this, stream)
+        self._follow(this, mark)
 
-    def wait_event(self, call: Method, stream: Any, event: Any) -> None:
+    def wait_event(self, call: Method, this: Any, /, event: Any) -> None:
         """See torch.cuda.Stream.wait_event."""
-        call(stream, event)
-        self._follow(stream, self._marks.get(event))
+        call(this, event)
+        self._follow(this, self._marks.get(event))
 
-    def wait(self, call: Method, event: Any, stream: Any = None) -> None:
+    def wait(self, call: Method, this: Any, /, stream: Any = None) -> None:
         """See torch.cuda.Event.wait."""
         stream = torch.cuda.current_stream() if stream is None else stream
-        call(event, stream)
-        self._follow(stream, self._marks.get(event))
+        call(this, stream)
+        self._follow(stream, self._marks.get(this))
 
     def _follow(self, stream: Any, mark: Mark | None) -> None:
         if mark is None:
             self._holds.release()  # an event of unknown origin
         else:
-            self._holds.follows(stream.cuda_stream, mark)
+            self._holds.follows(handle_of(stream), mark)
         self._in_use(stream)
 
-    def record(self, call: Method, event: Any, stream: Any = None) -> None:
+    def record(self, call: Method, this: Any, /, stream: Any = None) -> None:
         """See torch.cuda.Event.record."""
         stream = torch.cuda.current_stream() if stream is None else stream
-        call(event, stream)
-        self._marks[event] = self._holds.mark(stream.cuda_stream)
+        call(this, stream)
+        self._marks[this] = self._mark(stream)
 
-    def record_event(self, call: Method, stream: Any, event: Any = None) -> Any:
+    def record_event(self, call: Method, this: Any, /, event: Any = None) -> Any:
         """See torch.cuda.Stream.record_event."""
-        event = call(stream, event)
-        self._marks[event] = self._holds.mark(stream.cuda_stream)
+        event = call(this, event)
+        self._marks[event] = self._mark(this)
         return event
 
-    def synchronize_event(self, call: Method, event: Any) -> None:
+    def synchronize_event(self, call: Method, this: Any, /) -> None:
         """See torch.cuda.Event.synchronize."""
-        self._holds.release(self._marks.get(event))
-        call(event)
+        self._holds.release(self._marks.get(this))
+        call(this)
 
-    def synchronize_stream(self, call: Method, stream: Any) -> None:
+    def synchronize_stream(self, call: Method, this: Any, /) -> None:
         """See torch.cuda.Stream.synchronize."""
-        self._holds.release(self._holds.mark(stream.cuda_stream))
-        call(stream)
+        self._holds.release(self._mark(this))
+        call(this)
 
-    def synchronize(self, call: Method, device: Any = None) -> None:
+    def synchronize(self, call: Method, /, device: Any = None) -> None:
         """See torch.cuda.synchronize."""
         self._holds.release()
         call(device)
 
-    def query_event(self, call: Method, event: Any) -> bool:
+    def query_event(self, call: Method, this: Any, /) -> bool:
         """See torch.cuda.Event.query."""
-        return self._answer(call(event), self._marks.get(event))
+        return self._answer(call(this), self._marks.get(this))
 
-    def query_stream(self, call: Method, stream: Any) -> bool:
+    def query_stream(self, call: Method, this: Any, /) -> bool:
         """See torch.cuda.Stream.query."""
-        return self._answer(call(stream), self._holds.mark(stream.cuda_stream))
+        return self._answer(call(this), self._mark(this))
 
     def _answer(self, done: bool, mark: Mark | None) -> bool:
         """Return the answer; release what was asked for too often."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import time
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from kvconform.kv import held
@@ -76,6 +78,7 @@ def test_a_hold_that_nobody_releases_ends() -> None:
         for number in (1, 2):
             made.hold(7)
             until(lambda number=number: device.released(0) == number)
+            made.next_step()
 
 
 def test_what_a_stream_waits_for_is_released_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,17 +102,71 @@ def test_what_a_stream_waits_for_is_released_with_it(monkeypatch: pytest.MonkeyP
 
 
 def test_holds_end_when_the_program_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held, "LIMIT", 0.2)
+    monkeypatch.setattr(held, "LIMIT", 1000.0)
     device = Device()
 
     def failing() -> None:
         with holds(device.wait, device.register, device.unregister) as made:
             made.hold(7)
+            assert device.released(0) == 0
             raise RuntimeError("a hook")
 
     with pytest.raises(RuntimeError, match="a hook"):
         failing()
     assert not device.registered
+
+
+def test_what_was_released_stays_so_when_the_time_of_an_older_hold_comes() -> None:
+    device = Device()
+    with holds(device.wait, device.register, device.unregister) as made:
+        made.hold(7)
+        made.hold(7)
+        made.release()
+        until(lambda: device.released(0) == 2)
+        time.sleep(3 * held.LIMIT)
+        assert device.released(0) == 2
+
+
+def test_a_stream_is_held_again_in_the_next_step_if_its_hold_ended_by_itself() -> None:
+    device = Device()
+    with holds(device.wait, device.register, device.unregister) as made:
+        made.hold(7)
+        until(lambda: device.released(0) == 1)
+        made.hold(7)
+        made.hold(8)
+        assert device.streams == [7, 8]
+        made.next_step()
+        made.hold(7)
+        assert device.streams == [7, 8, 7]
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_delay_the_end() -> None:
+    device = Device()
+    with holds(device.wait, device.register, device.unregister):
+        child = os.fork()
+        if not child:
+            time.sleep(SOON)
+            os._exit(0)
+    assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_without_the_process_that_releases_nothing_is_held() -> None:
+    device = Device()
+    with holds(device.wait, device.register, device.unregister) as made:
+        [releasing] = psutil.Process().children()
+        made.hold(7)
+        until(lambda: device.released(0) == 1)
+        releasing.send_signal(signal.SIGINT)  # of a terminal: it goes on
+        made.next_step()
+        made.hold(7)
+        until(lambda: device.released(0) == 2)
+        releasing.terminate()
+        releasing.wait(SOON)
+        made.hold(8)
+        made.release()
+        assert device.streams == [7, 7]
 
 
 def test_a_stream_without_a_place_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
