@@ -36,7 +36,7 @@ def gpu(
         option(
             "--jobs",
             metavar="N",
-            help="parts that run at the same time, after those alone [one per two processors, 3 to 8]",
+            help="parts that run at the same time, after those alone [3 to 8, by processors]",
         ),
     ] = min(8, max(3, (os.cpu_count() or 1) // 2)),
     device: Annotated[

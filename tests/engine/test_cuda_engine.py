@@ -54,8 +54,12 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             self._last[stream] += 1
             asked.append(f"hold {stream}")
 
-        def _ask(self, place: int, number: int, when: float) -> None:
+        def _ask(self, place: int, number: int, when: float) -> bool:
             asked.append(f"release {place}")
+            return True
+
+        def _ended(self, place: int) -> int:
+            return 0
 
     monkeypatch.setattr(gpu, "on_this_device", lambda: nullcontext(Noted(lambda *_: None, 0, 0)))
     return asked
