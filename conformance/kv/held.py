@@ -84,9 +84,9 @@ class Holds:
         """Note that a step has ended."""
         with self._lock:
             self._let_go.clear()
-            for stream in self._last:
-                place = self._places[stream]
-                self._released[stream] = max(self._released[stream], self._ended(place))
+            for stream, place in self._places.items():
+                if place < releaser.PLACES:
+                    self._released[stream] = max(self._released[stream], self._ended(place))
 
     def _ended(self, place: int) -> int:
         """Return the number of a stream's last hold that has ended."""

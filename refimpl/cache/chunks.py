@@ -97,16 +97,14 @@ class ChunkStore:
     def commit(self, epoch: int, key: str) -> None:
         """Store this rank's shard; the chunk is visible when all ranks have done so.
 
-        Equal requests save the same chunk in one step: the second one finds it stored.
+        Equal requests save the same chunk in one step: the second one has no layers left to store.
         """
         layers = self._staged.pop((threading.get_ident(), epoch, key), {})
-        if epoch != self.epoch():
+        if not layers or epoch != self.epoch():
             return
         name = self._name(epoch, key, self._rank)
         self._latest = ("", {})
         try:
-            if not layers and self.backend.exists(name):
-                return
             self.backend.set(name, self._sealed(name, layers))
         except StoreError:
             self.lost += 1

@@ -31,7 +31,6 @@ PLAIN, BYTES, NIBBLES, COMPRESSED = range(4)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, *EIGHT_BITS)
 """Data types that can be quantised, by their number in a header."""
-SMALLEST_STEP = 1e-30
 ZSTD_LEVEL = 1
 """Higher levels look longer for repetitions, and steps have none."""
 
@@ -76,13 +75,14 @@ class Quantising(Codec):
 
     def _grid(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the smallest value and the step of each column."""
-        low = rows.amin(0)
-        step = (rows.amax(0) - low) / (2**self.bits - 1)
-        return low, step.clamp(min=SMALLEST_STEP)
+        low, most = rows.amin(0), 2**self.bits - 1
+        step = rows.amax(0) / most - low / most  # the difference may be beyond a float32
+        return low, torch.where(step > 0, step, 1.0)
 
     def _quantised(self, rows: torch.Tensor, low: torch.Tensor, step: torch.Tensor) -> bytes:
         tokens, columns = rows.shape
-        numbers = rows.to(torch.float32).sub_(low).div_(step)
+        fits = bool((step * (2**self.bits - 1)).isfinite().all())
+        numbers = rows.to(torch.float32 if fits else torch.float64).sub_(low).div_(step)
         steps = numbers.round_().clamp_(0, 2**self.bits - 1).to(torch.uint8)
         form, body = self._body(steps.flatten())
         head = HEADER.pack(MAGIC, form, DTYPES.index(rows.dtype), tokens, columns)
@@ -110,7 +110,9 @@ class Quantising(Codec):
             2, columns
         )
         steps = _steps(form, body[8 * columns :], tokens * columns).view(tokens, columns)
-        return _bytes(torch.addcmul(low, steps, step).to(dtype))
+        values = torch.addcmul(low, steps, step)
+        limits = torch.finfo(dtype)
+        return _bytes(values.clamp_(limits.min, limits.max).to(dtype))
 
 
 def _plain(data: bytes, dtype: torch.dtype, tokens: int) -> bytes:

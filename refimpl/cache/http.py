@@ -78,7 +78,7 @@ class HttpBackend:
                 link.request(method, f"/values/{quote(key, safe='')}", value, self._headers)
                 response = link.getresponse()
                 body = response.read()
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except Exception as error:  # a damaged response raises errors of any kind
             raise StoreError(f"the server did not respond: {error}") from error
         if response.status == 404:
             return None

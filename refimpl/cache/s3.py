@@ -28,7 +28,7 @@ class S3Backend:
     def __init__(self, url: str, patience: float) -> None:
         try:
             from botocore.config import Config
-            from botocore.exceptions import BotoCoreError, ClientError
+            from botocore.exceptions import ClientError
 
             session = _session()
         except ModuleNotFoundError:
@@ -37,7 +37,6 @@ class S3Backend:
         self._bucket = parts.netloc
         self._prefix = parts.path.strip("/") + "/" if parts.path.strip("/") else ""
         self._refused: Any = ClientError
-        self._error: Any = (BotoCoreError, ClientError)
         self._client: Any = session.client(
             "s3",
             endpoint_url=parse_qs(parts.query).get("endpoint", [None])[0],
@@ -51,7 +50,7 @@ class S3Backend:
         """Return the result of a call; `gone` if the value or the bucket does not exist."""
         try:
             return call()
-        except self._error as error:
+        except Exception as error:  # a damaged response raises errors of any kind
             if _code(error) in GONE:
                 return gone
             raise StoreError(f"S3: {_code(error) or type(error).__name__}") from error
@@ -74,7 +73,7 @@ class S3Backend:
                 raise StoreError(f"S3: {_code(error)}") from error
             self._call(lambda: self._client.create_bucket(Bucket=self._bucket))
             self._call(lambda: put(**self._named(key), Body=value))
-        except self._error as error:
+        except Exception as error:
             raise StoreError(f"S3: {type(error).__name__}") from error
 
     def list(self, prefix: str = "") -> Iterator[str]:

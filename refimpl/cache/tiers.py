@@ -265,8 +265,11 @@ class Tiers:
         with self._lock, suppress(StoreError):
             for level in self.levels[:-1]:
                 for key in level.stored():
-                    if lowest.has_room(key) and not lowest.exists(key):
-                        lowest.set(key, level.get(key) or b"")
+                    if not lowest.has_room(key) or lowest.exists(key):
+                        continue
+                    value = level.get(key)
+                    if value is not None:  # lost meanwhile
+                        lowest.set(key, value)
 
     def close(self) -> None:
         for level in self.levels:

@@ -429,12 +429,21 @@ def test_a_damaged_list_of_keys_is_a_failing_store(body: bytes) -> None:
         assert [*store.keys()] == []
 
 
+SIZE = b"<ListBucketResult><Contents><Key>k</Key><Size>x</Size></Contents></ListBucketResult>"
 DAMAGED = {
     "http": [
         b"HTTP/1.1 2",
         b"garbage",
         b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        HEAD % 10**30,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 20 + b"\r\n",
+    ],
+    "s3": [
+        b"garbage",
+        b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nLast-Modified: never\r\n\r\n",
+        HEAD % len(SIZE) + SIZE,
     ],
     "redis": [
         b"garbage",
@@ -452,11 +461,18 @@ DAMAGED = {
     ("kind", "response"), [(kind, response) for kind in DAMAGED for response in DAMAGED[kind]]
 )
 @pytest.mark.parametrize("query", ["", "?protocol=2"])
-def test_a_damaged_response_is_a_failing_store(kind: str, response: bytes, query: str) -> None:
+def test_a_damaged_response_is_a_failing_store(
+    kind: str, response: bytes, query: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the older protocol, the client of Redis does not ask for the server's version first."""
     skip_without(kind)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "any")
     with responding(response) as port:
-        store = open_store(f"{kind}://127.0.0.1:{port}/0{query}", patience=0.2)
+        place = f"{kind}://127.0.0.1:{port}/0{query}"
+        if kind == "s3":
+            place = f"s3://bucket?endpoint=http://127.0.0.1:{port}"
+        store = open_store(place, patience=0.2)
         for call in (store.backend.get, store.backend.exists, store.backend.list):
             Patient.silent.clear()
             with suppress(StoreError):

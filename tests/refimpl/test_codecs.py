@@ -74,6 +74,18 @@ def test_what_is_lost_is_within_the_tolerance(name: str, dtype: torch.dtype) -> 
     assert (lost.max() == 0) == ("int4" in name and dtype in EIGHT_BITS)
 
 
+@pytest.mark.parametrize("largest", [1e-31, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiny_and_huge_values_are_within_the_tolerance(
+    name: str, dtype: torch.dtype, largest: float
+) -> None:
+    codec, rows = CODECS[name], keys(torch.float32)
+    rows = (rows / rows.abs().max() * largest).to(dtype)
+    decoded = rows_of(codec.decode(codec.encode(bytes_of(rows), dtype, TOKENS), dtype), rows)
+    lost = (rows.to(torch.float64) - decoded.to(torch.float64)).abs().amax(0)
+    assert (lost <= codec.tolerance * rows.to(torch.float64).abs().amax(0)).all()
+
+
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_four_bits_would_lose_too_much_of_eight_bit_numbers(dtype: torch.dtype) -> None:
     """So they are stored as they are, also when they are compressed twice."""

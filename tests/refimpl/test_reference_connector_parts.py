@@ -168,6 +168,13 @@ def test_a_chunk_is_there_when_every_rank_has_committed_it(ranks: list[ChunkStor
     assert not ranks[0].has("k")
 
 
+def test_a_chunk_without_layers_is_not_stored(ranks: list[ChunkStore]) -> None:
+    """So it is for an equal request of the same step, also if the first one's was lost."""
+    for store in ranks:
+        store.commit(0, "k")
+    assert not any(store.has("k") for store in ranks)
+
+
 def test_a_store_under_way_at_a_reset_never_appears(ranks: list[ChunkStore]) -> None:
     ranks[0].put(0, "k", "layer", b"data")
     ranks[1].reset()
