@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import date
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from kvconform.contract.case import Case, Variant
-from kvconform.contract.requirement import CapabilityExpr, Id, Model, Requirement, version_key
+from kvconform.contract.expression import compile_capability
+from kvconform.contract.requirement import (
+    CapabilityExpr,
+    Id,
+    Model,
+    Requirement,
+    version_key,
+)
 
 DIAGONAL = {("reference", "sync"), ("vllm", "async")}
 """Engines and schedulings that `Profile.diagonal` keeps of a case that has all four pairs."""
@@ -50,6 +57,10 @@ class Profile(Model):
     capability: CapabilityExpr = Field(
         default="core", description="what a connector must declare for the profile to make sense"
     )
+
+    def suits(self, caps: Mapping[str, Any]) -> bool:
+        """Return whether a connector with these capabilities is one that the profile is for."""
+        return bool(compile_capability(self.capability).bind(dict(caps))({}))
 
     def has_requirement(self, req: Requirement) -> bool:
         """Return whether the profile itself, not one of `includes`, names the requirement."""

@@ -72,6 +72,8 @@ class Aggregate:
     advisory: list[str] = field(default_factory=list)
     unreached: dict[str, list[str]] = field(default_factory=dict)
     exercised: int = 0
+    stores_nothing: bool = False
+    """The connector says that it stores, and no run has loaded anything."""
     cases: int = 0
     verdict: Overall = "error"
     reasons: list[str] = field(default_factory=list)
@@ -254,6 +256,8 @@ def void(
         }
         if not (requirements or cases) or requirements & shown or cases & ran:
             continue
+        if name == "saves" and capabilities.get("best_effort"):
+            continue  # nothing that must come back shows it
         left_out = selected is not None and cases and not cases & set(selected)
         (unseen if left_out else found).append(name)
     return found, unseen

@@ -359,9 +359,15 @@ def _level(level: Mapping[str, Any]) -> str:
     return f"{level['name']} has {level['entries']}{bound} ({level['held']} held)"
 
 
+def _is_within_bound(level: Mapping[str, Any]) -> bool:
+    bound: float = math.inf if level["bound"] is None else level["bound"]
+    return bool(level["entries"] <= max(bound, level["held"]))
+
+
 def _cache_state(e: Event) -> str:
-    holds = many(e["held"], "hold")
-    return f"the cache has {holds}; {'; '.join(map(_level, e['levels']))}"
+    # What is said first is the headline of a failure.
+    by_fault = sorted(e["levels"], key=_is_within_bound)
+    return f"{'; '.join(map(_level, by_fault))}; the cache has {many(e['held'], 'hold')}"
 
 
 def _cache_lookup(e: Event) -> str:
@@ -459,6 +465,8 @@ def _stats_total(e: Event) -> str:
 def _stats_compared(e: Event) -> str:
     place = f" ({e['place']})" if e["place"] else ""
     counted = f"the connector counted {e['value']:g} as {e['name']}{place}"
+    if not e["value"]:
+        counted += ", or has no counter of that name"
     words = _SEEN.get(e["what"], f"{e['what']} was")
     if e["what"] in ("bytes_saved", "tokens_saved", "evictions", "load_seconds"):
         least = f"between {e['seen']:g} and " if e["seen"] < e["most"] else ""

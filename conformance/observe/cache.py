@@ -7,6 +7,8 @@ and `cached(request)` what they have of a request. A third one, `sizes()`, is op
 
 from __future__ import annotations
 
+import contextlib
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
@@ -119,19 +121,33 @@ class CacheObserver:
             time.sleep(POLL)
         self.trace.emit("cache.ended", **state)
 
-    def measure(self) -> None:
-        """Emit the sizes of the levels, which are compared with the KV of this engine."""
-        for size in self._sizes():
-            folder = size.get("path")
+    def measure(self, patience: float) -> None:
+        """Emit the sizes of the levels, which are compared with the KV of this engine.
+
+        Threads may still move entries: wait up to `patience` seconds until two looks agree.
+        """
+        deadline = clock.monotonic() + patience
+        before, sizes = None, self._measured()
+        while sizes != before and sizes and clock.monotonic() < deadline:
+            time.sleep(POLL)
+            before, sizes = sizes, self._measured()
+        for size, on_disk in sizes:
             self.trace.emit(
                 "cache.size",
                 level=size["name"],
                 bytes=size["bytes"],
-                on_disk=None if folder is None else bytes_in_files(Path(folder)),
+                on_disk=on_disk,
                 kv=self._kv_bytes(),
                 fresh=size["name"] not in self._used,
                 block=self._block_size,
             )
+
+    def _measured(self) -> list[tuple[Mapping[str, Any], int | None]]:
+        """Return the sizes of the levels, each with the bytes of its files, if it has a path."""
+        return [
+            (size, bytes_in_files(Path(folder)) if (folder := size.get("path")) else None)
+            for size in self._sizes()
+        ]
 
     def _sizes(self) -> Sequence[Mapping[str, Any]]:
         """Return the sizes of the levels, if the Inspector shows them."""
@@ -141,7 +157,12 @@ class CacheObserver:
 
 def bytes_in_files(folder: Path) -> int:
     """Return the size of all files in a directory and below it; 0 if there is none."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a thread of the connector's removed it
+            found = path.stat()
+            total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return total
 
 
 def evicted(

@@ -125,6 +125,17 @@ class Collector:
         if everything and found.verdict == "conformant" and not _loaded(rows):
             found.verdict = "partial"
             found.reasons.append("it loaded no KV, so what it stores and loads was not judged")
+            found.stores_nothing = "store" in claims.claimed(self.capabilities, self.sources)
+            if found.stores_nothing:
+                found.reasons.append("it says that it stores KV: can its store be reached?")
+        profile = self.spec.profiles.get(self.settings.profile)
+        if everything and self.capabilities and profile and not profile.suits(self.capabilities):
+            if found.verdict == "conformant":
+                found.verdict = "partial"
+            found.reasons.append(
+                f"profile {profile.id} is for connectors with {profile.capability},"
+                " which this one is not seen to be"
+            )
         void: list[str] = []
         unseen: list[str] = []
         if everything:
@@ -159,9 +170,10 @@ class Collector:
         """Return 0 for conformant or partly conformant, 1 for nonconformant, 3 for an error.
 
         A failure outweighs an error. A run in which nothing was exercised ends with 1, unless it is
-        a shard: a shard on its own needs no verdict.
+        a shard: a shard on its own needs no verdict. So does one of a connector that says that it
+        stores and of which nothing was loaded.
         """
-        if found.failed:
+        if found.failed or found.stores_nothing:
             return 1
         if found.verdict == "partial" and not found.exercised and self.selection.shard is None:
             return 1

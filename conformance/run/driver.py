@@ -576,7 +576,7 @@ class Driver:
             gc.collect()  # the objects may be a cycle of garbage
         if self.engine.executor.cache is not None and not self.engine.busy:
             self.engine.executor.cache.at_rest(self.target.stall_seconds)
-            self.engine.executor.cache.measure()
+            self.engine.executor.cache.measure(self.target.stall_seconds)
         end = self.trace.emit("run.end", **self._end_of(self.engine, crashed=crashed))
         if shut_down:
             self.shutdown()

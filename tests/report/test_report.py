@@ -350,8 +350,34 @@ def test_the_terminal_survives_markup_in_messages(collector: Collector) -> None:
     assert "list [/] of [red] things" in out.getvalue()
 
 
-@pytest.mark.parametrize(("loaded", "verdict"), [(1, "conformant"), (0, "partial")])
-def test_a_connector_that_loads_nothing_is_only_partly_judged(loaded: int, verdict: str) -> None:
+@pytest.mark.parametrize(("blends", "verdict"), [(True, "conformant"), (False, "partial")])
+def test_a_profile_that_is_for_other_connectors_says_little(blends: bool, verdict: str) -> None:
+    settings = Settings(connector="pkg.mod:Conn", profile="blending")
+    collector = Collector(SPEC, settings, select(SPEC, settings, "0.32.0"), "0.32.0")
+    collector.add(judged(collector, 0))
+    for row in collector.ordered():
+        row.verdict = Verdict.PASS
+        row.exercised = 1
+    collector.capabilities = {"store": True, "non_prefix_reuse": blends}
+    _, found = collector.finish(date(2026, 1, 1), complete=True)
+    assert found.verdict == verdict
+    assert any("profile blending is for connectors with" in each for each in found.reasons) is (
+        not blends
+    )
+
+
+@pytest.mark.parametrize(
+    ("loaded", "declared", "verdict", "code"),
+    [
+        (1, True, "conformant", 0),
+        (0, False, "partial", 0),
+        (0, True, "partial", 1),
+    ],
+)
+def test_a_connector_that_loads_nothing_is_only_partly_judged(
+    loaded: int, declared: bool, verdict: str, code: int
+) -> None:
+    """A declared store from which nothing comes, such as a server that is down, is no success."""
     settings = Settings(connector="pkg.mod:Conn")
     selection = select(SPEC, settings, "0.32.0")
     assert not selection.partial
@@ -362,7 +388,10 @@ def test_a_connector_that_loads_nothing_is_only_partly_judged(loaded: int, verdi
             row.exercised = loaded
             row.verdict = Verdict.PASS if loaded else Verdict.NOT_EXERCISED
     collector.add(report)
+    collector.capabilities = {"store": True, "best_effort": True}
+    collector.sources = {"store": "declared" if declared else "inferred"}
     _, found = collector.finish(date(2026, 1, 1), complete=True)
     assert found.verdict == verdict
-    assert any("loaded no KV" in reason for reason in found.reasons) is not loaded
-    assert collector.exit_code(found) == 0
+    assert any("loaded no KV" in reason for reason in found.reasons) is not bool(loaded)
+    assert any("its store be reached" in reason for reason in found.reasons) is bool(code)
+    assert collector.exit_code(found) == code
