@@ -19,7 +19,8 @@ PATIENCE = 1.0
 class Patient:
     """A back end on a server, which this process does not call for a while after a failed call.
 
-    Without the pause, each hook of the connector would wait for the time-out again.
+    Without the pause, each hook of the connector would wait for the time-out again. A connector that
+    is made anew asks again.
     """
 
     silent: ClassVar[dict[str, float]] = {}
@@ -29,6 +30,7 @@ class Patient:
         self._backend = backend
         self._server = server
         self._patience = patience
+        self.silent.pop(server, None)
 
     @property
     def is_silent(self) -> bool:
