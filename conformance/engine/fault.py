@@ -9,6 +9,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
+from kvconform.compat.vllm_api import KVConnectorBase_V1
 from kvconform.engine.stand_ins import RemoteError
 from kvconform.process.watchdog import HookTimeout
 from kvconform.refimpl import faulty
@@ -95,6 +96,16 @@ def is_connectors(error: BaseException) -> bool:
     """Return whether the connector's own code raised an error."""
     at = _raised_at(error)
     return at is not None and _is_connectors(at)
+
+
+def within_a_connector(error: BaseException) -> bool:
+    """Return whether an error came through a method of a connector."""
+    at = error.__traceback__
+    while at is not None:
+        if isinstance(at.tb_frame.f_locals.get("self"), KVConnectorBase_V1):
+            return True
+        at = at.tb_next
+    return False
 
 
 def _raised_at(error: BaseException) -> TracebackType | None:

@@ -465,16 +465,15 @@ def _stats_total(e: Event) -> str:
 def _stats_compared(e: Event) -> str:
     place = f" ({e['place']})" if e["place"] else ""
     counted = f"the connector counted {e['value']:g} as {e['name']}{place}"
-    if not e["value"]:
-        counted += ", or has no counter of that name"
+    absent = "" if e["value"] else "; or it has no counter of that name"
     words = _SEEN.get(e["what"], f"{e['what']} was")
     if e["what"] in ("bytes_saved", "tokens_saved", "evictions", "load_seconds"):
         least = f"between {e['seen']:g} and " if e["seen"] < e["most"] else ""
-        return f"{counted}, and {words} {least}{e['most']:g}"
+        return f"{counted}, and {words} {least}{e['most']:g}{absent}"
     whole = f" ({e['most']} in whole blocks)" if e["most"] != e["seen"] else ""
     if e["what"] == "tokens_missed" and whole:
         whole = f" ({e['most']} with resumed requests)"
-    return f"{counted}, and {words} {e['seen']}{whole}"
+    return f"{counted}, and {words} {e['seen']}{whole}{absent}"
 
 
 _SEEN = {

@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ import torch
 
 from kvconform.errors import EnvironmentProblem
 from kvconform.kv import releaser
-from kvconform.process import alive
+from kvconform.process import alive, clock
 
 LIMIT = 0.05
 """Seconds after which a hold is released.
@@ -76,7 +75,7 @@ class Holds:
                 self._released[stream] = last
                 self._let_go.add(stream)
                 return
-            if self._ask(place, last + 1, time.monotonic() + LIMIT):
+            if self._ask(place, last + 1, clock.monotonic() + LIMIT):
                 self._last[stream] = last + 1
                 self._wait(stream, self._address + 4 * place, last + 1)
 

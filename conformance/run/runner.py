@@ -20,7 +20,7 @@ from kvconform.contract.events import EVENTS, crash, lifecycle, run_cut_short, r
 from kvconform.contract.steps import Otherwise
 from kvconform.contract.trace import PairTrace, Trace
 from kvconform.engine.configs import HEAD_DIM, HEADS, LAYERS
-from kvconform.engine.fault import blame, is_connectors, refusal
+from kvconform.engine.fault import blame, is_connectors, refusal, within_a_connector
 from kvconform.engine.halves import stand_ins
 from kvconform.errors import KvconformError
 from kvconform.judge.engine_bugs import lost, note_unfilled
@@ -380,7 +380,8 @@ def _culprit(trace: Trace, driver: Driver | None, error: BaseException) -> tuple
         name, raised = last
         if raised is error or raised is error.__cause__ or raised is error.__context__:
             return "hook", name
-    if driver is None and where != "harness":
+    refused = refusal(error) is not None and within_a_connector(error)  # one of ours, too
+    if driver is None and (where != "harness" or refused):
         return "hook", "__init__"
     if any(
         e["kind"] == "hook.returned" and (e["mutated_args"] or not e["value_ok"])

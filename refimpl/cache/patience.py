@@ -19,8 +19,8 @@ PATIENCE = 1.0
 class Patient:
     """A back end on a server, which this process does not call for a while after a failed call.
 
-    Without the pause, each hook of the connector would wait for the time-out again. A connector that
-    is made anew asks again.
+    Without the pause, each hook of the connector would wait for the time-out again. The next
+    connector asks again.
     """
 
     silent: ClassVar[dict[str, float]] = {}

@@ -54,6 +54,12 @@ class Cache:
         self, options: TierOptions, world: int, tiers: type[Tiers], holds: type[Holds]
     ) -> None:
         self.holds = holds()
+        if options.evict not in EVICTORS:
+            known = ", ".join(EVICTORS)
+            raise ValueError(f"evict must be one of {known}, not {options.evict!r}")
+        for level in options.tiers:
+            if level.keys() != {"url", "chunks"}:
+                raise ValueError(f"a tier has a url and chunks, not {sorted(level)}")
         levels = [*options.tiers, {"url": options.store, "chunks": options.store_chunks}]
         self.tiers = tiers(
             [

@@ -14,7 +14,7 @@ import pytest
 
 from kvconform.kv import held
 from kvconform.kv.held import Holds, Mark, holds
-from kvconform.process import alive
+from kvconform.process import alive, clock
 
 SOON = 20.0
 """Seconds in which something happens even on a busy machine."""
@@ -79,6 +79,14 @@ def test_a_hold_that_nobody_releases_ends() -> None:
             made.hold(7)
             until(lambda number=number: device.released(0) == number)
             made.next_step()
+
+
+def test_clocks_that_were_set_forward_make_no_hold_last_longer() -> None:
+    clock.advance(1000.0)  # as a case does in which a lease runs out
+    device = Device()
+    with holds(device.wait, device.register, device.unregister) as made:
+        made.hold(7)
+        until(lambda: device.released(0) == 1)
 
 
 def test_what_a_stream_waits_for_is_released_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +163,9 @@ def test_a_process_that_was_forked_meanwhile_does_not_delay_the_end() -> None:
 def test_without_the_process_that_releases_nothing_is_held() -> None:
     device = Device()
     with holds(device.wait, device.register, device.unregister) as made:
-        [releasing] = psutil.Process().children()
+        [releasing] = [
+            each for each in psutil.Process().children() if held.releaser.__file__ in each.cmdline()
+        ]
         made.hold(7)
         until(lambda: device.released(0) == 1)
         releasing.send_signal(signal.SIGINT)  # of a terminal: it goes on

@@ -166,6 +166,7 @@ def test_a_server_is_killed_and_comes_back_empty(
 
 
 def test_a_server_forgets(servers: Servers, store: ChunkStore, tmp_path: Path) -> None:
+    store.put(0, "key", "layer", b"bytes")
     store.commit(0, "key")
     assert store.has("key")
     assert asked(Attendant(tmp_path, [servers], tmp_path), fault("clear")) == [""]
@@ -184,6 +185,7 @@ def test_files_of_the_connector_are_damaged(tmp_path: Path) -> None:
 def test_a_pause_ends_by_itself_and_the_child_goes_on_meanwhile(
     servers: Servers, store: ChunkStore, tmp_path: Path
 ) -> None:
+    store.put(0, "key", "layer", b"bytes")
     store.commit(0, "key")
     attendant, began = Attendant(tmp_path, [servers], tmp_path), time.monotonic()
     assert asked(attendant, fault("pause", still=4)) == [""]
@@ -213,6 +215,7 @@ def test_whatever_stands_still_at_the_end_goes_on(
     attendant = Attendant(tmp_path, [servers], tmp_path)
     assert asked(attendant, fault("pause", still=60)) == [""]
     attendant.close()
+    store.put(0, "key", "layer", b"bytes")
     store.commit(0, "key")
     assert store.has("key")
 

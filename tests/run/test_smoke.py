@@ -158,6 +158,23 @@ def test_another_error_keeps_its_cause(tmp_path: Path, monkeypatch: pytest.Monke
     assert '{}["server"]' in (found.value.details or "")
 
 
+@pytest.mark.parametrize(
+    ("connector", "options", "said"),
+    [
+        ("connector:ReferenceConnector", {"store": "redys://x"}, "unknown store redys://"),
+        ("connector:ReferenceConnector", {"codec": "int9"}, "codec must be one of raw"),
+        ("variants.tiers:Tiered", {"evict": "fifo"}, "evict must be one of lru, lfu"),
+        ("variants.tiers:Tiered", {"tiers": [{"url": "memory:"}]}, "a tier has a url and chunks"),
+    ],
+)
+def test_a_wrong_option_of_the_suites_own_connectors_is_a_mistake_of_the_settings(
+    connector: str, options: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    target = Target(f"kvconform.refimpl.{connector}", {"store": "{tmp}", **options})
+    with pytest.raises(UsageError, match=said):
+        check(target, tmp_path, 300.0)
+
+
 def test_what_validators_said_is_kept() -> None:
     class Settings(BaseModel):
         port: int
