@@ -17,13 +17,7 @@ from pydantic import AfterValidator, Field
 
 from kvconform.contract.case import Case, Variant
 from kvconform.contract.expression import compile_capability
-from kvconform.contract.requirement import (
-    CapabilityExpr,
-    Id,
-    Model,
-    Requirement,
-    version_key,
-)
+from kvconform.contract.requirement import CapabilityExpr, Id, Model, Requirement, version_key
 
 DIAGONAL = {("reference", "sync"), ("vllm", "async")}
 """Engines and schedulings that `Profile.diagonal` keeps of a case that has all four pairs."""

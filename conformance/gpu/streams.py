@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
             device = cast(Device, given.device)
             if given.defects:
-                # Loading a kernel for its first use takes longer than a slow stream sleeps.
+                # Loading a kernel for its first use takes longer than a stream is held.
                 for subject in subjects(spec, planted=False):
                     list(runs(subject, spec, device, Path(tmp), few=True))
             for subject in subjects(spec, given.defects, given.cases):

@@ -61,7 +61,8 @@ class Aggregate:
     that the engine broke. What does not count without --strict: `risks` holds the ids that fail
     only in situations that no vLLM brings about, `advisory` violated SHOULD and MAY. `unreached`
     has, per requirement, the runs that are about it and did not reach their situation, if it was
-    not exercised there. `reasons` are sentences about why `verdict` is not `conformant`.
+    not exercised there. `stores_nothing`: the connector declares `store`, and no run has loaded
+    anything. `reasons` are sentences about why `verdict` is not `conformant`.
     """
 
     status: dict[str, Verdict] = field(default_factory=dict)
@@ -73,7 +74,6 @@ class Aggregate:
     unreached: dict[str, list[str]] = field(default_factory=dict)
     exercised: int = 0
     stores_nothing: bool = False
-    """The connector says that it stores, and no run has loaded anything."""
     cases: int = 0
     verdict: Overall = "error"
     reasons: list[str] = field(default_factory=list)

@@ -9,7 +9,7 @@ kernels, the device encodes, compares and digests; the host gets one number per 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,8 +204,10 @@ class Tensors:
         """
         found: list[torch.Tensor | None] = [None] * len(self.pages.views)
         for group, layers in enumerate(self.pages.layers):
-            for layer in layers:
-                found[layer] = self._changes(group, layer)
+            for layer, touched in zip(layers, self._touched(group), strict=True):
+                if touched is not None:
+                    self._adopt(layer, touched)
+                    found[layer] = touched
         self._adopt_padding()
         return found
 
@@ -224,26 +226,31 @@ class Tensors:
             shadow = self.pages.whole_shadow.view(count, -1)[:, used:]
             shadow.copy_(torch.where(own[:, None], real, shadow))
 
-    def _changes(self, group: int, layer: int) -> torch.Tensor | None:
-        # As bits, so that NaN equals itself.
-        real = self.pages.views[layer].view(self.pages.whole.dtype)
-        shadow = self.pages.shadow[layer].view(self.pages.whole.dtype)
-        if not real.is_cuda and torch.equal(real, shadow):
-            return None
-        touched = (real != shadow).flatten(3).any(3).any(1)
-        own = self._own(group)
-        if own is not None:
-            touched &= own[:, None]
-        self._adopt(layer, touched)
-        return touched
+    def _touched(self, group: int) -> Iterable[torch.Tensor | None]:
+        """Yield what `changes` returns, of each layer of a group.
+
+        A layer is compared when it is asked for, and `changes` adopts it before the next one.
+        """
+        for layer in self.pages.layers[group]:
+            real, shadow = self._bits(layer)
+            if not real.is_cuda and torch.equal(real, shadow):
+                yield None
+                continue
+            touched = (real != shadow).flatten(3).any(3).any(1)
+            own = self._own(group)
+            yield touched if own is None else touched & own[:, None]
+
+    def _bits(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer and its shadow as bits, so that NaN equals itself."""
+        whole = self.pages.whole.dtype
+        return self.pages.views[layer].view(whole), self.pages.shadow[layer].view(whole)
 
     def _adopt(self, layer: int, touched: torch.Tensor) -> None:
         """Copy slots of a layer to the shadow, those of a mask [blocks, block size].
 
         No others: a thread or a stream of the connector's may write them at this moment.
         """
-        real = self.pages.views[layer].view(self.pages.whole.dtype)
-        shadow = self.pages.shadow[layer].view(self.pages.whole.dtype)
+        real, shadow = self._bits(layer)
         torch.where(touched[:, None, :, None, None], real, shadow, out=shadow)
 
     def _own(self, group: int) -> torch.Tensor | None:
@@ -388,22 +395,16 @@ class Kernels(Tensors):
         """See Tensors: it is never certain."""
         return False
 
-    def changes(self) -> list[torch.Tensor | None]:
-        """See Tensors."""
-        found: list[torch.Tensor | None] = [None] * len(self.pages.views)
-        for group, layers in enumerate(self.pages.layers):
-            now, then = (
-                digest(paged, self._blocks[group], self.backend) for paged in self._slots[group]
-            )
-            touched = (now != then).any(2).unflatten(1, (len(layers), -1))
-            own = self._own(group)
-            if own is not None:
-                touched &= own[:, None, None]
-            for number, layer in enumerate(layers):
-                found[layer] = touched[:, number]
-                self._adopt(layer, touched[:, number])
-        self._adopt_padding()
-        return found
+    def _touched(self, group: int) -> Iterable[torch.Tensor | None]:
+        """See Tensors; all layers are compared at once."""
+        now, then = (
+            digest(paged, self._blocks[group], self.backend) for paged in self._slots[group]
+        )
+        touched = (now != then).any(2).unflatten(1, (len(self.pages.layers[group]), -1))
+        own = self._own(group)
+        if own is not None:
+            touched &= own[:, None, None]
+        return touched.unbind(1)
 
 
 def access(pages: Pages) -> Tensors:

@@ -3,9 +3,8 @@
 
 A held stream waits for a number in the host's memory (cuStreamWaitValue32). This takes nothing of
 the device. Kernels that sleep would do the same, but processes that share a device would wait for
-one another's. The numbers are written by a process of its own (`releaser`), which releases a hold
-after `LIMIT` if nobody else does: what waits for a held stream in a way that this process does not
-see goes on then.
+one another's. The numbers are written by a process of its own (`releaser`), which releases every
+hold after `LIMIT`. Some code waits for a stream in a way that is not noticed here: it goes on then.
 """
 
 from __future__ import annotations

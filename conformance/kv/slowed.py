@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes streams of a real CUDA device slow by holds, and releases what somebody waits for.
+"""Makes streams of a real CUDA device slow: holds them, and releases them when needed.
 
-As on the emulated device: what is held goes on when the compute stream or the host waits for it, or
-has asked `PATIENCE` times whether it is done. A stream is known to be in use, and to wait or be
-waited for, by the calls of torch.cuda that say so; see `in_use`.
+A held stream goes on when the compute stream or the host waits for it, or when the host has asked
+`PATIENCE` times whether it is done, as on the emulated device. The calls of torch.cuda tell which
+streams are used, and which waits for which; see `in_use`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Watched:
             self._holds.hold(handle)
 
     def _mark(self, stream: Any) -> Mark:
-        """Return the place behind all that a stream has been given; None: the current one."""
-        return self._holds.mark(handle_of(stream or torch.cuda.current_stream()))
+        """Return the place behind all that a stream has been given."""
+        return self._holds.mark(handle_of(stream))
 
     def enter(self, call: Method, this: Any, /) -> Any:
         """See torch.cuda.StreamContext.__enter__."""

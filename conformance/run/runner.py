@@ -380,8 +380,7 @@ def _culprit(trace: Trace, driver: Driver | None, error: BaseException) -> tuple
         name, raised = last
         if raised is error or raised is error.__cause__ or raised is error.__context__:
             return "hook", name
-    refused = refusal(error) is not None and within_a_connector(error)  # one of ours, too
-    if driver is None and (where != "harness" or refused):
+    if driver is None and (where != "harness" or _refuses(error)):
         return "hook", "__init__"
     if any(
         e["kind"] == "hook.returned" and (e["mutated_args"] or not e["value_ok"])
@@ -389,6 +388,11 @@ def _culprit(trace: Trace, driver: Driver | None, error: BaseException) -> tuple
     ):
         return "engine", None  # an engine need not cope with an illegal value
     return where, None
+
+
+def _refuses(error: BaseException) -> bool:
+    """Return whether a connector, also one of the suite's own, refuses to be constructed."""
+    return within_a_connector(error) and refusal(error) is not None
 
 
 def _freeze() -> None:

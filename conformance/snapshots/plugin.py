@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if options.kv_snapshots is None:
         raise pytest.UsageError("name the directory of the snapshots: --kv-snapshots DIR")
-    # Imports vLLM, which takes seconds; a wrong call is told before.
+    # These import vLLM, which takes seconds. The errors above need not wait for that.
     from kvconform.config.settings import load
     from kvconform.snapshots.job import Job
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -28,6 +28,7 @@ from kvconform.refimpl.options import Options
 from kvconform.refimpl.plan import Load, ReferenceMetadata
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -44,6 +45,18 @@ class TierOptions(Options):
     evict: str = "lru"
     """Which chunk leaves a full level: the least recently used (`lru`), or frequently (`lfu`)."""
 
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> Self:
+        """See Options."""
+        options = super().of(vllm_config)
+        if options.evict not in EVICTORS:
+            known = ", ".join(EVICTORS)
+            raise ValueError(f"evict must be one of {known}, not {options.evict!r}")
+        for level in options.tiers:
+            if level.keys() != {"url", "chunks"}:
+                raise ValueError(f"a tier has a url and chunks, not {sorted(level)}")
+        return options
+
 
 class Cache:
     """The levels and the holds of one store, which the halves and ranks of a process share."""
@@ -54,12 +67,6 @@ class Cache:
         self, options: TierOptions, world: int, tiers: type[Tiers], holds: type[Holds]
     ) -> None:
         self.holds = holds()
-        if options.evict not in EVICTORS:
-            known = ", ".join(EVICTORS)
-            raise ValueError(f"evict must be one of {known}, not {options.evict!r}")
-        for level in options.tiers:
-            if level.keys() != {"url", "chunks"}:
-                raise ValueError(f"a tier has a url and chunks, not {sorted(level)}")
         levels = [*options.tiers, {"url": options.store, "chunks": options.store_chunks}]
         self.tiers = tiers(
             [

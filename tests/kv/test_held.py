@@ -98,7 +98,7 @@ def test_what_a_stream_waits_for_is_released_with_it(monkeypatch: pytest.MonkeyP
             made.hold(stream)
         made.follows(load, made.mark(store))
         made.follows(compute, made.mark(load))
-        made.hold(load)  # nobody waits for it, nor for what is behind it
+        made.hold(load)  # the compute stream does not wait for this hold
         made.follows(load, made.mark(other))
         made.release(made.mark(compute))
         places = [0, 1, 2]
