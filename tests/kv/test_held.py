@@ -82,9 +82,9 @@ def test_a_hold_that_nobody_releases_ends() -> None:
 
 
 def test_clocks_that_were_set_forward_make_no_hold_last_longer() -> None:
-    clock.advance(1000.0)  # as a case does in which a lease runs out
     device = Device()
-    with holds(device.wait, device.register, device.unregister) as made:
+    with clock.of_run(), holds(device.wait, device.register, device.unregister) as made:
+        clock.advance(1000.0)  # as a case does in which a lease runs out
         made.hold(7)
         until(lambda: device.released(0) == 1)
 
@@ -163,11 +163,11 @@ def test_a_process_that_was_forked_meanwhile_does_not_delay_the_end() -> None:
 def test_without_the_process_that_releases_nothing_is_held() -> None:
     device = Device()
     with holds(device.wait, device.register, device.unregister) as made:
+        made.hold(7)
+        until(lambda: device.released(0) == 1)  # it has begun, and has its command line
         [releasing] = [
             each for each in psutil.Process().children() if held.releaser.__file__ in each.cmdline()
         ]
-        made.hold(7)
-        until(lambda: device.released(0) == 1)
         releasing.send_signal(signal.SIGINT)  # of a terminal: it goes on
         made.next_step()
         made.hold(7)
