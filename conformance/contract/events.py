@@ -748,7 +748,17 @@ _kind(
     "cache",
     "req:str end:int cached:list room:bool",
     "After a step in which a load arrived, up to token `end`: what the levels have of the request "
-    "(as in cache.lookup); room = the first level could take more.",
+    "(as in cache.lookup); room = the first level could take more. Where it could, and has not "
+    "taken what was loaded, the event comes when all requests have ended.",
+)
+_kind(
+    "cache.reached",
+    "cache",
+    "level:str lookups:list",
+    "When all requests have ended: the lookups for which this level had more than the faster ones "
+    "and the engine. Of each: req; known = tokens that those have; usable = tokens with this "
+    "level, in whole blocks, without the last token; claimed = what the connector answered, from "
+    "the request's start.",
 )
 _kind(
     "cache.ended",

@@ -35,8 +35,9 @@ class Fault(Model):
       killed server is started.
     - pause: the server stops for `still` seconds (SIGSTOP), and continues.
     - clear: the server deletes what it stores.
-    - damage: every file in the connector's directory ({tmp} of extra_config) is damaged as `files`
-      says, as by the step `damage` of a case.
+    - damage: every file in the connector's directory ({tmp} of extra_config), and every value on a
+      server that has a command for it, is damaged as `files` says, as by the step `damage` of a
+      case.
 
     Each but the last may be preceded by `still` seconds in which the server does not reply while
     the engine continues. Without them the engine waits until the fault is done.

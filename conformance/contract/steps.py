@@ -569,8 +569,11 @@ class FailLoadStep(BaseStep):
 
 Files = Literal["removed", "truncated", "longer", "garbage"]
 """What happens to files."""
-NO_FILES = "the connector keeps no files in {tmp} (extra_config)"
-"""What is said when there are no files to damage."""
+NO_FILES = (
+    "the connector keeps no files in {tmp} (extra_config), and no server of its settings can be"
+    " asked to damage its values (`damage` in [[servers]])"
+)
+"""What is said when there is nothing to damage."""
 
 
 class Damage(Model):
@@ -578,8 +581,8 @@ class Damage(Model):
 
     files: Files | None = Field(
         default=None,
-        description="of every file in the run's directory ({tmp} of extra_config); garbage has the"
-        " length of the file",
+        description="of every file in the run's directory ({tmp} of extra_config), and of every"
+        " value on a server that has a command for it; garbage has the length of the file",
     )
     servers: Literal["stopped"] | None = None
 

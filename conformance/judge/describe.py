@@ -379,8 +379,17 @@ def _cache_lookup(e: Event) -> str:
 
 def _cache_loaded(e: Event) -> str:
     return (
-        f"{e['req']} was loaded up to token {e['end']}; afterwards its levels have {e['cached']}"
+        f"{e['req']} was loaded up to token {e['end']}; in the end, the levels have {e['cached']}"
         " tokens of it, and the first one has room"
+    )
+
+
+def _cache_reached(e: Event) -> str:
+    first = e["lookups"][0]
+    return (
+        f"{many(len(e['lookups']), 'lookup')} could have found more in {e['level']} than above it,"
+        f" and none did: for {first['req']} it has up to token {first['usable']}, others up to"
+        f" {first['known']}, and the connector answered up to {first['claimed']}"
     )
 
 
@@ -688,6 +697,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "control.result": _control_result,
     "cache.lookup": _cache_lookup,
     "cache.loaded": _cache_loaded,
+    "cache.reached": _cache_reached,
     "cache.state": _cache_state,
     "cache.ended": _cache_state,
     "cache.size": _cache_size,

@@ -97,7 +97,7 @@ class Attendant:
         before = len(self.problems)
         files = 0
         if fault.files is not None:
-            files = damage_files(self.store, fault.files)
+            files = self._damage(fault.files)
         elif fault.still:
             self._each(lambda servers, name: servers.freeze(name))
             self._later = time.monotonic() + fault.still, fault
@@ -106,6 +106,16 @@ class Attendant:
         problem = "; ".join(self.problems[before:]) or None
         said = {"problem": problem, "files": files}
         replace(self.folder / f"{self._served}.done", json.dumps(said))
+
+    def _damage(self, how: str) -> int:
+        """Damage files, and values on servers; return the number of files and of such servers."""
+        count = damage_files(self.store, how)
+        for servers in self.servers:
+            try:
+                count += servers.damage(how)
+            except KvconformError as error:
+                self.problems.append(error.message)
+        return count
 
     def close(self) -> None:
         """Let every server that stands still go on, at the end of the run."""

@@ -11,6 +11,7 @@ import contextlib
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from kvconform.process import clock
 
 POLL = 0.01
 """Seconds between two looks at a cache that still has holds."""
+PROMOTES = 0.2
+"""Seconds that an entry may take to the first level, after the last request has ended."""
 
 
 def shows_cache(inspector: Any) -> bool:
@@ -29,7 +32,7 @@ def shows_cache(inspector: Any) -> bool:
 
 
 class CacheObserver:
-    """Emits cache.lookup, cache.loaded, cache.state, cache.ended and cache.size. Changes nothing.
+    """Emits the events cache.lookup, .loaded, .reached, .state, .ended and .size. Changes nothing.
 
     `requests`: the engine's requests by id. `block_size`: in tokens. `kv_bytes` returns how large
     the KV is that the engines of the run have computed.
@@ -53,6 +56,10 @@ class CacheObserver:
         self.levels = 0
         """How many levels there are."""
         self._keys: list[set[str]] = []
+        # Loads that have arrived and may still be promoted: request, and its loaded tokens.
+        self._unpromoted: list[tuple[Any, int]] = []
+        # Of each level the lookups that it had more for than the faster ones; see cache.reached.
+        self._chances: dict[int, list[dict[str, Any]]] = {}
         self._kv_bytes = kv_bytes
         # Levels that had something when the engine started.
         self._used = {size["name"] for size in self._sizes() if size["bytes"]}
@@ -68,15 +75,29 @@ class CacheObserver:
         if request.skip_reading_prefix_cache:
             return  # vLLM drops the answer
         cached = self._inspector.cached(request)
-        usable = min(cached[-1], request.num_tokens - 1)
+        local, tokens = call.arg(1, "num_computed_tokens"), call.result[0]
+        usable = [min(end, request.num_tokens - 1) for end in cached]
         self.trace.emit(
             "cache.lookup",
             req=request.request_id,
-            local=call.arg(1, "num_computed_tokens"),
-            tokens=call.result[0],
-            usable=usable - usable % self._block_size,
+            local=local,
+            tokens=tokens,
+            usable=usable[-1] - usable[-1] % self._block_size,
             cached=cached,
         )
+        if tokens is None:
+            return  # the connector is asked again
+        for level, (faster, end) in enumerate(pairwise(usable), 1):
+            known = max(faster, local)
+            if end > known:
+                self._chances.setdefault(level, []).append(
+                    {
+                        "req": request.request_id,
+                        "known": known,
+                        "usable": end - end % self._block_size,
+                        "claimed": local + tokens,
+                    }
+                )
 
     def after_step(self, events: list[Event]) -> None:
         """Look at the cache after a step, of which these are the events so far."""
@@ -84,13 +105,12 @@ class CacheObserver:
         for event in events:
             arrived = event["kind"] == "load.due" and not event["missing"]
             if arrived and not event["reported_failed"] and event["req"] in self._requests:
-                self.trace.emit(
-                    "cache.loaded",
-                    req=event["req"],
-                    end=event["local"] + event["granted"],
-                    cached=self._inspector.cached(self._requests[event["req"]]),
-                    room=_has_room(state),
-                )
+                request = self._requests[event["req"]]
+                end = event["local"] + event["granted"]
+                if self._could_be_promoted(request, end):
+                    self._unpromoted.append((request, end))
+                else:
+                    self._note_loaded(request, end)
         if state != self._last:
             self._last = state
             self.trace.emit("cache.state", **state)
@@ -111,15 +131,43 @@ class CacheObserver:
         return state
 
     def at_rest(self, patience: float) -> None:
-        """Emit the state at the end, when the engine has nothing left to do.
+        """Emit the state at the end, when the engine has nothing left to do, and what led to it.
 
-        Threads may still write entries that they hold to a lower level: wait up to `patience`
-        seconds for them.
+        Threads may still write entries that they hold to a lower level, or copy what was loaded to
+        the first one: wait up to `patience` seconds for the former, and up to PROMOTES for the
+        latter, which a connector need not do.
         """
         deadline = clock.monotonic() + patience
         while (state := self._look())["held"] and clock.monotonic() < deadline:
             time.sleep(POLL)
+        deadline = clock.monotonic() + min(patience, PROMOTES)
+        while self._unpromoted:
+            request, end = self._unpromoted.pop()
+            while self._could_be_promoted(request, end) and clock.monotonic() < deadline:
+                time.sleep(POLL)
+            self._note_loaded(request, end)
+        for level, lookups in self._chances.items():
+            name = state["levels"][level]["name"]
+            self.trace.emit("cache.reached", level=name, lookups=lookups)
         self.trace.emit("cache.ended", **state)
+
+    def release(self) -> None:
+        """Keep no request any longer; for an engine that does not come to rest."""
+        self._unpromoted.clear()
+
+    def _note_loaded(self, request: Any, end: int) -> None:
+        self.trace.emit(
+            "cache.loaded",
+            req=request.request_id,
+            end=end,
+            cached=self._inspector.cached(request),
+            room=_has_room(self._look()),
+        )
+
+    def _could_be_promoted(self, request: Any, end: int) -> bool:
+        """Return whether the first level has room, and not yet what was loaded up to `end`."""
+        cached = self._inspector.cached(request)
+        return cached[0] < end <= cached[-1] and _has_room(self._look())
 
     def measure(self, patience: float) -> None:
         """Emit the sizes of the levels, which are compared with the KV of this engine.
@@ -185,6 +233,11 @@ def evicted(
 
 
 def _has_room(state: Mapping[str, Any]) -> bool:
-    """Return whether the first level could take one more entry without an eviction."""
+    """Return whether the first level could take one more entry without an eviction.
+
+    A level whose bound is not one of entries says itself whether it is `full`.
+    """
     top = state["levels"][0]
+    if "full" in top:
+        return not top["full"]
     return top["bound"] is None or top["entries"] < top["bound"]

@@ -79,6 +79,11 @@ class ServerSpec(BaseModel):
         default=None,
         description="the same under an engine that uses it, for live.store-lost (default: clear)",
     )
+    damage: str | None = Field(
+        default=None,
+        description="shell command that damages every value as $KVCONFORM_DAMAGE says: removed,"
+        " truncated, longer or garbage",
+    )
     stop: str | None = Field(default=None, description="shell command that asks it to end")
     timeout: float = Field(default=60.0, gt=0, description="seconds until it has to be ready")
     grace: float = Field(
@@ -215,6 +220,20 @@ class Server:
                 f" (its output: {self.log})"
             )
 
+    def damage(self, how: str) -> bool:
+        """Damage the values: a fault. Return whether there is a command for it.
+
+        EnvironmentProblem if it fails.
+        """
+        if self.spec.damage is None:
+            return False
+        if not self._shell(self.spec.damage, KVCONFORM_DAMAGE=how):
+            raise EnvironmentProblem(
+                f"the values of server {self.spec.name} cannot be damaged: `{self.spec.damage}`"
+                f" failed (its output: {self.log})"
+            )
+        return True
+
     def freeze(self) -> None:
         """Suspend the server's processes: it accepts connections but does not respond.
 
@@ -311,13 +330,13 @@ class Server:
             return bool(response.status < 400)
         return False
 
-    def _shell(self, command: str) -> bool:
+    def _shell(self, command: str, **environment: str) -> bool:
         with self.log.open("ab") as output, contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(
                 command,
                 shell=True,
                 cwd=self.base,
-                env=self.environment,
+                env=self.environment | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -231,6 +231,13 @@ class Servers:
         self.all[name].kill()
         self.all[name].start()
 
+    def damage(self, how: str) -> int:
+        """Damage the values of the servers that can be asked to; return their number: a fault.
+
+        EnvironmentProblem if a command fails.
+        """
+        return sum(server.damage(how) for server in self.all.values())
+
     def freeze(self, name: str) -> None:
         """Suspend a server, so that it does not respond until it is thawed: a fault."""
         self.all[name].freeze()

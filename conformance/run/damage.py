@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damage to what a connector has stored: its files in the run's directory, or its servers.
+"""Damage to what a connector has stored, in the run's directory or on servers; or dead servers.
 
 The damage is done when the connector has been granted a load, so it has answered the lookup from a
 store that was whole.
@@ -41,6 +41,7 @@ class Damager:
         damage, self.armed = self.armed, None
         if damage.files is not None:
             count = damage_files(self.folder, damage.files)
+            count += sum(servers.damage(damage.files) for servers in Servers.active)
             lacks = NO_FILES
         else:
             count = stop_servers()

@@ -572,11 +572,14 @@ class Driver:
 
     def close(self, *, shut_down: bool, crashed: bool = False) -> None:
         """Emit run.end and, with `shut_down`, shut the connector down."""
+        cache = self.engine.executor.cache
+        if cache is not None and self.engine.busy:
+            cache.release()
+        elif cache is not None:
+            cache.at_rest(self.target.stall_seconds)
+            cache.measure(self.target.stall_seconds)
         if self.engine.ledger.leaked():
             gc.collect()  # the objects may be a cycle of garbage
-        if self.engine.executor.cache is not None and not self.engine.busy:
-            self.engine.executor.cache.at_rest(self.target.stall_seconds)
-            self.engine.executor.cache.measure(self.target.stall_seconds)
         end = self.trace.emit("run.end", **self._end_of(self.engine, crashed=crashed))
         if shut_down:
             self.shutdown()

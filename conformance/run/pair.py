@@ -376,12 +376,15 @@ class PairDriver(Driver):
         """Emit run.end for every engine, then shut them down unless the case did that already."""
         if not crashed:
             self.handovers.end()
-        gc.collect()
         for name, engine in self.engines.items():
             self._turn_to(name)
+            cache = engine.executor.cache
             # Not its size: a level may be shared, and has the KV of all engines then.
-            if engine.executor.cache is not None and not engine.busy:
-                engine.executor.cache.at_rest(self.target.stall_seconds)
+            if cache is not None and engine.busy:
+                cache.release()
+            elif cache is not None:
+                cache.at_rest(self.target.stall_seconds)
+        gc.collect()
         ends = [
             self.trace.emit("run.end", on=name, **self._end_of(engine, crashed=crashed))
             for name, engine in self.engines.items()

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvconform.contract.trace import Trace
 from kvconform.observe.cache import CacheObserver, bytes_in_files
+from kvconform.observe.call import Call
 
 
 class Inspector:
@@ -81,3 +83,89 @@ def test_a_cache_need_not_show_sizes(tmp_path: Path) -> None:
     observer.at_rest(0.0)
     observer.measure(1.0)
     assert [event["kind"] for event in trace.events] == ["cache.ended"]
+
+
+class Levels:
+    """An Inspector of two levels: what they have of a request is set by the test."""
+
+    def __init__(self, *looks: list[int], top: dict[str, Any] | None = None) -> None:
+        self.looks = [*looks]
+        self.top = {"name": "host", "entries": 1, "bound": 4} if top is None else top
+
+    def cache(self) -> dict[str, Any]:
+        return {"held": 0, "levels": [self.top, {"name": "disk", "entries": 9, "bound": None}]}
+
+    def cached(self, request: Any) -> list[int]:
+        return self.looks[0] if len(self.looks) == 1 else self.looks.pop(0)
+
+
+ARRIVED = {
+    "kind": "load.due",
+    "req": "b",
+    "local": 4,
+    "granted": 8,
+    "missing": [],
+    "reported_failed": False,
+}
+
+
+def after_a_load(inspector: Levels) -> list[dict[str, Any]]:
+    """Return the events of a load that arrived, and of the end."""
+    trace = Trace()
+    request = SimpleNamespace(request_id="b", num_tokens=17, skip_reading_prefix_cache=False)
+    observer = CacheObserver(trace, inspector, {"b": request}, 4, lambda: 0)
+    observer.after_step([ARRIVED])
+    trace.emit("run.end")
+    observer.at_rest(5.0)
+    return trace.events
+
+
+def test_a_load_may_be_promoted_until_all_requests_have_ended() -> None:
+    events = after_a_load(Levels([0, 12], [0, 12], [12, 12]))
+    kinds = [event["kind"] for event in events]
+    assert kinds == ["cache.state", "run.end", "cache.loaded", "cache.ended"]
+    assert events[2]["cached"] == [12, 12] and events[2]["end"] == 12
+
+
+@pytest.mark.parametrize(
+    "inspector",
+    [
+        Levels([12, 12]),
+        Levels([0, 12], top={"name": "host", "entries": 4, "bound": 4}),
+        Levels([0, 12], top={"name": "host", "entries": 1, "bound": None, "full": True}),
+    ],
+    ids=["promoted", "no room for another entry", "says that it is full"],
+)
+def test_a_load_that_cannot_be_promoted_is_noted_at_once(inspector: Levels) -> None:
+    kinds = [event["kind"] for event in after_a_load(inspector)]
+    assert kinds == ["cache.loaded", "cache.state", "run.end", "cache.ended"]
+
+
+def test_a_load_that_is_never_promoted_is_noted_with_the_room_that_there_is() -> None:
+    loaded = next(
+        event for event in after_a_load(Levels([0, 12])) if event["kind"] == "cache.loaded"
+    )
+    assert (loaded["cached"], loaded["room"]) == ([0, 12], True)
+
+
+def test_lookups_are_collected_by_the_level_that_could_give_more() -> None:
+    trace = Trace()
+    request = SimpleNamespace(request_id="b", num_tokens=17, skip_reading_prefix_cache=False)
+    observer = CacheObserver(trace, Levels([4, 14]), {"b": request}, 4, lambda: 0)
+    listeners: dict[str, Any] = {}
+    observer.listen(SimpleNamespace(on=lambda hook, after: listeners.update({hook: after})))
+    for local, tokens in ((0, 4), (8, 4), (0, None), (14, 0)):
+        call = Call(None, "get_num_new_matched_tokens", "scheduler", 0, (request, local), {})
+        call.result, call.result_event = (tokens, False), {"value_ok": True}
+        listeners[call.hook](call)
+    observer.at_rest(0.0)
+    reached = [event for event in trace.events if event["kind"] == "cache.reached"]
+    assert [(event["level"], event["lookups"]) for event in reached] == [
+        (
+            "disk",
+            [
+                {"req": "b", "known": 4, "usable": 12, "claimed": 4},
+                {"req": "b", "known": 8, "usable": 12, "claimed": 12},
+            ],
+        )
+    ]

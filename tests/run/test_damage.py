@@ -11,11 +11,14 @@ pytest.importorskip("vllm")
 
 from pydantic import ValidationError
 
+from kvconform.config import settings
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
-from kvconform.contract.steps import Damage
+from kvconform.contract.steps import NO_FILES, Damage
+from kvconform.errors import EnvironmentProblem
 from kvconform.judge.records import CaseReport
 from kvconform.process.damaged import DAMAGED, damage_files
+from kvconform.process.servers import Servers
 from kvconform.run.case import run_and_judge
 
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
@@ -66,7 +69,7 @@ def test_a_load_from_damaged_files_is_reported_as_failed(how: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("garbage", "the connector keeps no files in {tmp} (extra_config)"),
+        ("garbage", NO_FILES),
         ("servers", "the connector's settings declare no [[servers]]"),
     ],
 )
@@ -75,3 +78,45 @@ def test_without_anything_to_damage_nothing_is_judged(
 ) -> None:
     report = judged(name, {}, tmp_path)
     assert {(row.verdict, row.message) for row in report.rows} == {("UNSUPPORTED", sentence)}
+
+
+SERVED = """\
+connector = "{connector}"
+[extra_config]
+store = "http://127.0.0.1:{{port:store}}"
+[[servers]]
+name = "store"
+command = ["{{python}}", "-m", "kvconform.refimpl.cache.http", "{{port:store}}"]
+ready = {{tcp = "127.0.0.1:{{port:store}}"}}
+damage = "{damage}"
+"""
+DAMAGE = (
+    "{python} -m kvconform.refimpl.cache.damage http://127.0.0.1:{port:store} $KVCONFORM_DAMAGE"
+)
+
+
+def judged_with_a_server(how: str, command: str, folder: Path) -> CaseReport:
+    """Judge the reference connector over a server whose values `command` damages."""
+    path = folder / "kvconform.toml"
+    path.write_text(SERVED.format(connector=REFERENCE, damage=command), encoding="utf-8")
+    chosen = settings.load({}, start=folder)
+    spec = load_spec()
+    variant = spec.cases[f"lifecycle.damage-{how}"].variants(["reference"])[0]
+    with Servers(chosen, folder / "servers", folder / "logs") as servers:
+        options = servers.settle(chosen).extra_config
+        return run_and_judge(variant, Target(REFERENCE, options), spec, seed=0, tmp=folder / "run")
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+def test_a_load_of_damaged_values_of_a_server_is_reported_as_failed(
+    how: str, tmp_path: Path
+) -> None:
+    report = judged_with_a_server(how, DAMAGE, tmp_path)
+    assert not [row for row in report.rows if row.verdict in ("FAIL", "ERROR")]
+    kinds = [event["kind"] for event in report.trace]
+    assert kinds.index("store.damaged") < kinds.index("transfer.failed")
+
+
+def test_a_command_that_damages_nothing_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match="server store cannot be damaged: `false` failed"):
+        judged_with_a_server("garbage", "false", tmp_path)
