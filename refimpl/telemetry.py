@@ -135,6 +135,7 @@ class Telemetry(KVConnectorBase_V1):
         self._notice_reset()
         if pieces and chunk % size == 0:
             numbers = {key: index for index, key in enumerate(tracked.keys)}
+            extra_keys = extra_keys_of(request)
             for piece in pieces:
                 start = numbers[piece.key] * chunk
                 end = start + chunk
@@ -146,9 +147,8 @@ class Telemetry(KVConnectorBase_V1):
                 if start:
                     parent = maybe_convert_block_hash(request.block_hashes[start // size - 1])
                 tokens = list(request.all_token_ids[start:end])
-                extra = extra_keys_of(request)(start, end)
                 self._planned[piece.key] = _Chunk(
-                    [last], parent, tokens, request.lora_request, extra
+                    [last], parent, tokens, request.lora_request, extra_keys(start, end)
                 )
         return bool(pieces)
 

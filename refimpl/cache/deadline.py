@@ -62,8 +62,8 @@ class Timed:
         with self._deadline.limits(self._link):
             self._link.sendall(*arguments)
 
-    def makefile(self, mode: str) -> io.BufferedReader:
-        """Return a file to read from, as http.client wants it."""
+    def makefile(self, mode: str, size: int = -1) -> io.BufferedReader:
+        """Return a file to read from, as http.client and http.server want it."""
         return io.BufferedReader(_Reader(self._link, self._deadline))
 
     def __getattr__(self, name: str) -> Any:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from http.server import ThreadingHTTPServer
 
 from kvconform.refimpl.cache.backend import Backend, StoreError
+from kvconform.refimpl.cache.deadline import Deadline, Timed
 from kvconform.refimpl.cache.http import Handler, HttpBackend
 from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.cache.patience import Patient
@@ -25,8 +26,18 @@ from kvconform.refimpl.cache.urls import server_of
 
 ADDRESSES = "peers/"
 """Start of the keys of addresses: `peers/ENGINE`."""
-IDLE = 5.0
-"""Seconds that a request may be silent. Closing waits for requests that are under way."""
+LONGEST = 5.0
+"""Seconds that a connection may last. Closing waits for requests that are under way."""
+
+
+class _Brief(Handler):
+    """A handler whose connection ends after a time, however slowly its bytes come."""
+
+    def setup(self) -> None:
+        deadline = Deadline()
+        deadline.begin(LONGEST)
+        self.request = Timed(self.request, deadline)
+        super().setup()
 
 
 class Served:
@@ -37,7 +48,7 @@ class Served:
 
     def __init__(self, values: MemoryBackend, engine: str, meeting: Backend) -> None:
         secret = secrets.token_hex(16)
-        handler = type("Handler", (Handler,), {"values": values, "secret": secret, "timeout": IDLE})
+        handler = type("Handler", (_Brief,), {"values": values, "secret": secret})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = False  # so that closing waits for requests under way
         # A daemon: the process ends also if nothing closes this.

@@ -28,7 +28,6 @@ class S3Backend:
     def __init__(self, url: str, patience: float) -> None:
         try:
             from botocore.config import Config
-            from botocore.exceptions import ClientError
 
             session = _session()
         except ModuleNotFoundError:
@@ -36,7 +35,6 @@ class S3Backend:
         parts = urlsplit(url)
         self._bucket = parts.netloc
         self._prefix = parts.path.strip("/") + "/" if parts.path.strip("/") else ""
-        self._refused: Any = ClientError
         self._client: Any = session.client(
             "s3",
             endpoint_url=parse_qs(parts.query).get("endpoint", [None])[0],
@@ -65,16 +63,13 @@ class S3Backend:
         return self._call(lambda: self._client.get_object(**self._named(key))["Body"].read())
 
     def set(self, key: str, value: bytes) -> None:
-        put = self._client.put_object
-        try:
-            put(**self._named(key), Body=value)
-        except self._refused as error:
-            if _code(error) != "NoSuchBucket":
-                raise StoreError(f"S3: {_code(error)}") from error
+        def put() -> Any:
+            return self._client.put_object(**self._named(key), Body=value)
+
+        if self._call(put) is None:  # there is no bucket
             self._call(lambda: self._client.create_bucket(Bucket=self._bucket))
-            self._call(lambda: put(**self._named(key), Body=value))
-        except Exception as error:
-            raise StoreError(f"S3: {type(error).__name__}") from error
+            if self._call(put) is None:
+                raise StoreError("S3: there is no bucket, although it was made")
 
     def list(self, prefix: str = "") -> Iterator[str]:
         pages = self._client.get_paginator("list_objects_v2").paginate(

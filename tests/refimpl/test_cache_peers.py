@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import threading
@@ -205,12 +206,21 @@ def test_a_changed_address_is_not_called(engines: list[Engine]) -> None:
     assert not two.all.exists("a") and len(two.all._clients) == 1
 
 
-def test_closing_waits_for_no_silent_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "IDLE", 0.2)
+@pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "a byte now and then"])
+def test_closing_does_not_wait_for_a_slow_client(
+    is_silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "LONGEST", 0.5)
     served = Served(MemoryBackend(), "one", MemoryBackend())
-    with socket.create_connection(("127.0.0.1", served._server.server_port)):
+    with socket.create_connection(("127.0.0.1", served._server.server_port)) as client:
         time.sleep(0.1)  # the server has accepted it
         closing = threading.Thread(target=served.close, daemon=True)
         closing.start()
+        until = time.monotonic() + 10
+        with contextlib.suppress(OSError):  # the server has closed the connection
+            while closing.is_alive() and time.monotonic() < until:
+                if not is_silent:
+                    client.send(b"x")
+                time.sleep(0.05)
         closing.join(10)
-        assert not closing.is_alive()
+        assert not closing.is_alive() and time.monotonic() < until
