@@ -234,6 +234,10 @@ def profile_of(target: Target, tmp: Path) -> Profile:
         if stores or "async_load" not in caps:
             learn("async_load", is_async)
         learn("store", stores)
+        if "store" in doubts and not stores:
+            doubts["store"] += (
+                " (no KV came back in plain runs; if a server has it, is that there?)"
+            )
         if prompt == 0 and calibration.broke and sources["store"] == "inferred":
             doubts["store"] = f"from a plain run that broke off: {calibration.broke}"
         if calibration.failed:

@@ -135,6 +135,19 @@ def test_what_is_seen_to_be_otherwise_is_said(
     )
 
 
+def test_a_store_that_keeps_nothing_may_be_a_server_that_is_not_there(tmp_path: Path) -> None:
+    target = Target(
+        f"{__name__}:Undeclared",
+        {"store": "http://127.0.0.1:1", "patience": 0.2},
+        capabilities={"store": True},
+    )
+    profile = profile_of(target, tmp_path)
+    assert profile.doubts["store"] == (
+        "but seen to be no and not yes"
+        " (no KV came back in plain runs; if a server has it, is that there?)"
+    )
+
+
 class Breaks(Undeclared):
     """Dies of its first save."""
 
