@@ -385,11 +385,14 @@ def _cache_loaded(e: Event) -> str:
 
 
 def _cache_reached(e: Event) -> str:
-    first = e["lookups"][0]
+    found = "; ".join(
+        f"{each['req']} (there up to token {each['usable']}, above it and in the engine up to"
+        f" {each['known']}, answered up to {each['claimed']})"
+        for each in e["lookups"][:2]
+    )
     return (
-        f"{many(len(e['lookups']), 'lookup')} could have found more in {e['level']} than above it,"
-        f" and none did: for {first['req']} it has up to token {first['usable']}, others up to"
-        f" {first['known']}, and the connector answered up to {first['claimed']}"
+        f"{many(len(e['lookups']), 'lookup')} could have found more in {e['level']} than above it"
+        + (f", first {found}" if found else "")
     )
 
 

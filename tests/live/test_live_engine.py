@@ -68,6 +68,7 @@ def reference(connector: str, **options: Any) -> Target:
     )
 
 
+@pytest.mark.long
 def test_the_tiny_model_reacts_to_a_block_that_is_a_tenth_too_small(tmp_path: Path) -> None:
     found = verdicts(SMALL, reference("defects.live:ScalesLoads"), tmp_path / "run")
     assert {name for name, verdict in found.items() if verdict == "FAIL"} == {
