@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from urllib.parse import urlsplit, urlunsplit
 
-from kvconform.refimpl.cache.arena import ARENAS
 from kvconform.refimpl.cache.backend import Backend
 from kvconform.refimpl.cache.file import FileBackend
 from kvconform.refimpl.cache.http import HttpBackend
@@ -22,6 +21,8 @@ SERVERS: dict[str, Callable[[str, float], Backend]] = {
     "s3": S3Backend,
 }
 """Back ends that are servers, by the scheme of their URLs."""
+IN_MEMORY = ("pinned", "device")
+"""Schemes of back ends in memory of a fixed size."""
 
 
 def open_backend(url: str, patience: float = PATIENCE) -> Backend:
@@ -33,7 +34,10 @@ def open_backend(url: str, patience: float = PATIENCE) -> Backend:
     scheme, colon, rest = url.partition(":")
     if scheme == "memory":
         return MemoryBackend(rest)
-    if scheme in ARENAS:
+    if scheme in IN_MEMORY:
+        # Imported here because it imports torch.
+        from kvconform.refimpl.cache.arena import ARENAS
+
         if not rest.isdecimal():
             raise ValueError(f"{url} is no store: {scheme}: needs its size in bytes")
         return ARENAS[scheme](int(rest))
@@ -42,7 +46,7 @@ def open_backend(url: str, patience: float = PATIENCE) -> Backend:
     if scheme in SERVERS:
         return Patient(SERVERS[scheme](url, patience), server_of(url), patience)
     if colon and "://" in url:
-        known = ", ".join(["memory", *ARENAS, "file", *SERVERS])
+        known = ", ".join(["memory", *IN_MEMORY, "file", *SERVERS])
         raise ValueError(f"unknown store {scheme}://; the known schemes are {known}")
     return FileBackend(url)
 

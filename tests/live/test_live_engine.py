@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""End-to-end tests of the engine `live`.
+"""End-to-end tests of the engine `live`, which are marked `long`.
 
-Two runs belong to every test session; the others take minutes and are marked `long`.
+Such runs that belong to every change are made by `nox -s defects` and test_probe_engine.py.
 """
 
 from __future__ import annotations
