@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,31 +16,17 @@ from hypothesis.database import (
     ReadOnlyDatabase,
 )
 
+from corpus_rig import BOTH, MODES, campaign, opened, some
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.explore import corpus as corpora
 from kvconform.explore.campaign import Campaign
 from kvconform.explore.corpus import Corpus
-from kvconform.explore.draw import drawn
 from kvconform.explore.outcome import Failure, Outcome
 from kvconform.explore.places import database
-from kvconform.explore.workload import Workload
-from places import RIGS
+from kvconform.process.forking import forked_after_import
 from stores import url_of
 
-BOTH = ["reference", "vllm"]
-MODES = ["sync", "async"]
 CRASH = Failure("hook.no-raise", "it raised", hook="start_load_kv")
-
-
-def some(count: int, seed: int = 1) -> list[Workload]:
-    return list(drawn(BOTH, MODES, None, first_seed=seed, count=count))
-
-
-def opened(place: object) -> Corpus:
-    """Begin a campaign on the corpus of a place."""
-    found = Corpus(database([str(place)]), "x")
-    found.begin()
-    return found
 
 
 @contextmanager
@@ -144,27 +128,17 @@ def test_the_order_in_which_failures_are_read_does_not_matter(
     assert len(fetch(found, "failures")) == 1
 
 
-PROGRAM = """
-import sys
-from test_corpus import opened, some, Outcome
-corpus = opened(sys.argv[1])
-for number, workload in enumerate(some(12, seed=corpus.campaign)):
-    corpus.add(workload, Outcome(pairs=[("campaign %d" % corpus.campaign, str(number))]))
-corpus.end()
-assert corpus.lost is None
-print(corpus.campaign)
-"""
-
-
 def test_two_processes_use_one_corpus(place: str) -> None:
-    folders = [str(RIGS), str(Path(__file__).parent), *sys.path]
-    program = f"import sys; sys.path[:] = {folders!r}\n{PROGRAM}"
-    command = [sys.executable, "-c", program, place]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    numbers = [int(each.communicate(timeout=200)[0]) for each in both]
-    assert len(set(numbers)) == 2
+    both = [forked_after_import().Process(target=campaign, args=(place,)) for _ in range(2)]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join(200)
+        assert each.exitcode == 0
     found = opened(place)
     assert len(found.seeds) == 24 and len(found.pairs) == 24
+    numbers = {int(name.removeprefix("campaign ")) for name, _ in found.pairs}
+    assert len(numbers) == 2
     assert found.seeds[:12] == some(12, seed=min(numbers)), "in the order in which they were found"
 
 
