@@ -9,10 +9,12 @@ Needs llvmlite, which vLLM itself installs on most machines.
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+from program_rig import forked_python
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 pytest.importorskip(
@@ -30,24 +32,22 @@ ADAPTER = "from kvconform.adapters.llvmlite_names import ADAPTER\nADAPTER.instal
 BROKEN = "from kvconform.adapters import llvmlite_names as broken\n"
 
 
-def said(program: str) -> str:
-    """What a process of its own says: the adapter changes it for good."""
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT + program], capture_output=True, text=True, timeout=300
-    )
-    return done.stdout + done.stderr
+@pytest.fixture
+def said(tmp_path: Path) -> Callable[[str], str]:
+    """Return what a process of its own says: the adapter changes it for good."""
+    return lambda program: forked_python(IMPORT + program, tmp_path)[1]
 
 
-def test_vllm_looks_through_all_modules() -> None:
+def test_vllm_looks_through_all_modules(said: Callable[[str], str]) -> None:
     assert "looked through" in said(ADAPTER + LOOK)
 
 
-def test_it_is_needed() -> None:
+def test_it_is_needed(said: Callable[[str], str]) -> None:
     """Fails when llvmlite or vLLM repairs it: then the adapter can go."""
     assert "looked through" not in said(LOOK)
 
 
-def test_one_that_lets_all_names_through_is_noticed() -> None:
+def test_one_that_lets_all_names_through_is_noticed(said: Callable[[str], str]) -> None:
     let = "broken._plain = lambda getattr_of: getattr_of\nbroken.ADAPTER.install()\n"
     assert "looked through" not in said(BROKEN + let + LOOK)
 
@@ -59,7 +59,9 @@ print("compiled")
 """
 
 
-def test_real_symbols_are_found_and_one_that_denies_them_is_noticed() -> None:
+def test_real_symbols_are_found_and_one_that_denies_them_is_noticed(
+    said: Callable[[str], str],
+) -> None:
     assert "compiled" in said(ADAPTER + SYMBOL)
     deny = """
 def nothing(getattr_of):

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,19 @@ def kvconform(
 
 def forked(*arguments: str, cwd: Path, timeout: float = 300) -> tuple[int | None, str]:
     """Run the program in a process that has vLLM imported; return its status and what it said."""
+    return _forked(_main, arguments, cwd, timeout)
+
+
+def forked_python(text: str, cwd: Path, timeout: float = 300) -> tuple[int | None, str]:
+    """Run Python in a process that has vLLM imported; return its status and what it said."""
+    return _forked(exec, (text, {"__name__": "__main__"}), cwd, timeout)
+
+
+def _forked(
+    target: Callable[..., object], arguments: tuple[Any, ...], cwd: Path, timeout: float
+) -> tuple[int | None, str]:
     said = cwd / "said"
-    process = forked_after_import().Process(target=_main, args=(arguments, cwd, said))
+    process = forked_after_import().Process(target=_quoted, args=(target, arguments, cwd, said))
     process.start()
     process.join(timeout)
     process.kill()
@@ -64,15 +76,22 @@ def forked(*arguments: str, cwd: Path, timeout: float = 300) -> tuple[int | None
     return process.exitcode, text
 
 
-def _main(arguments: tuple[str, ...], cwd: Path, said: Path) -> None:
-    """Run the program, with its output in a file."""
-    from kvconform.cli import main
-
+def _quoted(
+    target: Callable[..., object], arguments: tuple[Any, ...], cwd: Path, said: Path
+) -> None:
+    """Call a function in a directory, with the output of this process in a file."""
     with said.open("w", encoding="utf-8") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
     os.chdir(cwd)
     os.environ["NO_COLOR"] = "1"
+    target(*arguments)
+
+
+def _main(*arguments: str) -> None:
+    """Run the program."""
+    from kvconform.cli import main
+
     main(list(arguments))
 
 

@@ -59,9 +59,9 @@ def test_a_class_that_vllm_refuses_is_named_for_any_selection(tmp_path: Path, wa
     assert done.stderr.startswith(f"kvconform: {refused}")
 
 
-def test_a_class_that_vllm_refuses_is_named_before_any_run(tmp_path: Path) -> None:
+def test_a_class_that_vllm_refuses_is_named_before_any_run(tmp_path: Path, warm: Warm) -> None:
     arguments = ("two_arguments:Connector", *OPTIONS, "-k", "lifecycle.api,lifecycle.hook-order")
-    done = kvconform("run", *arguments, cwd=tmp_path)
+    done = warm.run(*arguments, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "vLLM refuses to construct two_arguments:Connector" in done.stdout
     assert "running" not in done.stdout
