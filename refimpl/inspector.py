@@ -2,7 +2,8 @@
 """The optional inspector of a connector: shows the suite what a step's metadata plans.
 
 Any connector may offer one: a method `kvconform_inspector()` that returns an object with a method
-`plan`. Without it, the suite judges only what it observes from outside.
+`plan`. Without it, the suite judges only what it observes from outside. Methods about the cache are
+in `refimpl/variants/tiers.py`.
 """
 
 from __future__ import annotations

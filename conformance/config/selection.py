@@ -117,6 +117,7 @@ class Selection:
     - `beyond`: cases and requirements of other vLLM releases.
     - `without`: number of runs left out because their model runner does not support connectors yet.
     - `beyond_profile`: number of runs of the profile's cases that it leaves out.
+    - `runless`: cases that are named by id and have no run with this engine and scheduling.
     """
 
     variants: list[Variant]
@@ -129,6 +130,7 @@ class Selection:
     beyond: tuple[Sequence[str], Sequence[str]] = ((), ())
     without: int = 0
     beyond_profile: int = 0
+    runless: Sequence[str] = ()
 
     @property
     def partial(self) -> bool:
@@ -199,6 +201,9 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
             f"nothing to run: no selected case runs on engine {settings.engine} "
             f"with scheduling {settings.scheduling}"
         )
+    found.runless = [
+        name for name in cases if name in settings.select and name not in found.order()
+    ]
     if settings.shard is not None:
         found.shard = parse(settings.shard)
         found.variants = part(found.variants, found.shard)

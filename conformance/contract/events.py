@@ -179,8 +179,8 @@ _kind(
     "store.damaged",
     "harness",
     "what:str count:int",
-    "The harness damaged what the connector has stored: what happened, and to how many files or "
-    "servers.",
+    "The harness damaged what the connector has stored: what happened, and to how many files and "
+    "values, or servers.",
 )
 _kind(
     "control.done",

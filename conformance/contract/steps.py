@@ -570,8 +570,8 @@ class FailLoadStep(BaseStep):
 Files = Literal["removed", "truncated", "longer", "garbage"]
 """What happens to files."""
 NO_FILES = (
-    "the connector keeps no files in {tmp} (extra_config), and no server of its settings can be"
-    " asked to damage its values (`damage` in [[servers]])"
+    "the connector has no files in {tmp} (extra_config), and no values on a server that can be"
+    " asked to damage them (`damage` in [[servers]])"
 )
 """What is said when there is nothing to damage."""
 

@@ -17,9 +17,10 @@ from kvconform.engine.view import EngineView, Flight
 from kvconform.kv import device
 from kvconform.kv.oracle import Oracle
 from kvconform.kv.provenance import Chain
-from kvconform.observe.cache import CacheObserver, shows_cache
+from kvconform.observe.cache import CacheObserver
 from kvconform.observe.call import Call
 from kvconform.observe.digest import pickle_round_trip
+from kvconform.observe.inspector import inspector_of, shows_cache, shows_plans
 from kvconform.observe.ledger import Ledger, RankReports
 from kvconform.observe.observer import Observer, emit_layer
 from kvconform.observe.probe import Probe
@@ -70,9 +71,7 @@ class Executor:
         self._received: set[str] = set()  # requests whose asynchronous load was just reported
         # Whether the compute stream waited for all work that a layer hook gave to other streams.
         self._joined = device.current.copies()
-        connector = view.scheduler.connector
-        inspector = getattr(connector, "kvconform_inspector", None)
-        self.inspector: Any = inspector() if callable(inspector) else None
+        self.inspector: Any = inspector_of(view.scheduler.connector)
         self.cache: CacheObserver | None = None
         if shows_cache(self.inspector):
             requests = view.scheduler.requests
@@ -166,7 +165,7 @@ class Executor:
             return None
         metadata = output.kv_connector_metadata
         digest = self.observer.metadata.begin_step(metadata, copied=self.pickle_metadata)
-        if self.inspector is not None:
+        if shows_plans(self.inspector):
             tables = self.view.tables()
             for entry in self.inspector.plan(metadata):
                 self.observer.planned(entry, self._slots(tables.get(entry["req"], [])))

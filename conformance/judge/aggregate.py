@@ -281,6 +281,12 @@ def unasked(
             "in plain runs it returned no KV, so nothing about loads is asked of it;"
             " if it should, declare `store = true` ([capabilities])"
         )
+    excused = sources.get("best_effort") == "inferred" and has(capabilities.get("best_effort"))
+    if excused and "best_effort" not in doubts:
+        found.append(
+            "that all of what it has stored comes back, as less did in a plain run; if it loses"
+            " nothing, declare `best_effort = false` ([capabilities])"
+        )
     if loads and not has(capabilities.get("fault_injection")):
         found.append(
             "of failed loads, only those from a damaged store are judged:"

@@ -108,7 +108,7 @@ class Attendant:
         replace(self.folder / f"{self._served}.done", json.dumps(said))
 
     def _damage(self, how: str) -> int:
-        """Damage files, and values on servers; return the number of files and of such servers."""
+        """Damage files, and values on servers; return their number."""
         count = damage_files(self.store, how)
         for servers in self.servers:
             try:

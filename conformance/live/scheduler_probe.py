@@ -30,6 +30,7 @@ from kvconform.live.state import (
     described,
     shape_of,
 )
+from kvconform.observe.inspector import inspector_of, shows_plans
 from kvconform.observe.ledger import Ledger, RankReports, counted
 from kvconform.observe.observer import Observer
 from kvconform.observe.probe import Probe
@@ -121,8 +122,7 @@ class SchedulerProbe:
             groups=len(self.loads.shape.groups),
         )
         self.observer = Observer(trace, probe, self.memory, self.view)
-        inspector = getattr(scheduler.connector, "kvconform_inspector", None)
-        self.inspector: Any = inspector() if callable(inspector) else None
+        self.inspector: Any = inspector_of(scheduler.connector)
         self.pool = scheduler.kv_cache_manager.block_pool
         is_async = bool(config.scheduler_config.async_scheduling)
         self.ledger = Ledger(trace, self.view, self.observer, is_async=is_async)
@@ -224,7 +224,7 @@ class SchedulerProbe:
         self.unseen = []
         if self.scheduler.connector is not None:
             note.digest = self.observer.metadata.begin_step(output.kv_connector_metadata)
-            if self.inspector is not None:
+            if shows_plans(self.inspector):
                 for entry in self.inspector.plan(output.kv_connector_metadata):
                     self.observer.planned(entry, None)
         self.observer.activity += 1 if output.total_num_scheduled_tokens else 0

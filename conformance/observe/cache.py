@@ -8,6 +8,7 @@ and `cached(request)` what they have of a request. A third one, `sizes()`, is op
 from __future__ import annotations
 
 import contextlib
+import os
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -15,7 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
 from kvconform.contract.trace import Event, Trace
+from kvconform.errors import UsageError
 from kvconform.observe.call import Call
 from kvconform.observe.probe import Probe
 from kvconform.process import clock
@@ -26,9 +30,31 @@ PROMOTES = 0.2
 """Seconds that an entry may take to the first level, after the last request has ended."""
 
 
-def shows_cache(inspector: Any) -> bool:
-    """Return whether an Inspector shows the cache, too."""
-    return callable(getattr(inspector, "cache", None))
+class Level(BaseModel):
+    """What an Inspector's `cache()` says of a level (docs/cache.md); it may say more."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str
+    entries: int
+    bound: int | None
+    held: int
+    full: bool | None = None
+    bytes: int | None = None
+    bytes_bound: int | None = None
+
+
+class State(BaseModel):
+    """What an Inspector's `cache()` returns."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    held: int
+    levels: list[Level]
+
+
+TOKENS = TypeAdapter(list[int])
+"""What an Inspector's `cached()` returns: tokens of the first level, the first two, and so on."""
 
 
 class CacheObserver:
@@ -74,7 +100,9 @@ class CacheObserver:
         request = call.arg(0, "request")
         if request.skip_reading_prefix_cache:
             return  # vLLM drops the answer
-        cached = self._inspector.cached(request)
+        if self.trace.damaged:
+            return  # what the levels have may not be what can be read
+        cached = self._cached(request)
         local, tokens = call.arg(1, "num_computed_tokens"), call.result[0]
         usable = [min(end, request.num_tokens - 1) for end in cached]
         self.trace.emit(
@@ -117,7 +145,7 @@ class CacheObserver:
 
     def _look(self) -> dict[str, Any]:
         """Return the state without the keys of entries, and count those that had to leave."""
-        state = dict(self._inspector.cache())
+        state = dict(self._ask("cache", State.model_validate))
         levels = state["levels"]
         if all("keys" in level for level in levels):
             now = [set(level["keys"]) for level in levels]
@@ -160,13 +188,43 @@ class CacheObserver:
             "cache.loaded",
             req=request.request_id,
             end=end,
-            cached=self._inspector.cached(request),
+            cached=self._cached(request),
             room=_has_room(self._look()),
         )
 
+    def _cached(self, request: Any) -> list[int]:
+        """Return the tokens that the levels have. UsageError if there is none per level."""
+        cached: list[int] = self._ask("cached", TOKENS.validate_python, request)
+        if not cached or len(cached) != (self.levels or len(cached)):
+            raise UsageError(
+                f"kvconform_inspector().cached() returned {cached}: it must be one number per level"
+                f" of cache(), which has {self.levels} (docs/cache.md)"
+            )
+        return cached
+
+    def _ask(self, method: str, check: Callable[[Any], Any], *arguments: Any) -> Any:
+        """Return an answer of the Inspector.
+
+        UsageError if it raises, or if its answer has another form than docs/cache.md says.
+        """
+        asked = f"kvconform_inspector().{method}()"
+        try:
+            answer = getattr(self._inspector, method)(*arguments)
+            check(answer)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = "".join(f"[{part!r}]" for part in first["loc"])
+            raise UsageError(
+                f"{asked} returned what docs/cache.md does not allow: {place or 'the answer'}:"
+                f" {first['msg']}"
+            ) from None
+        except Exception as error:
+            raise UsageError(f"{asked} raised {type(error).__name__}: {error}") from error
+        return answer
+
     def _could_be_promoted(self, request: Any, end: int) -> bool:
         """Return whether the first level has room, and not yet what was loaded up to `end`."""
-        cached = self._inspector.cached(request)
+        cached = self._cached(request)
         return cached[0] < end <= cached[-1] and _has_room(self._look())
 
     def measure(self, patience: float) -> None:
@@ -206,10 +264,12 @@ class CacheObserver:
 def bytes_in_files(folder: Path) -> int:
     """Return the size of all files in a directory and below it; 0 if there is none."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # a thread of the connector's removed it
-            found = path.stat()
-            total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    # A thread of the connector's may remove files and directories meanwhile.
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found = os.stat(os.path.join(parent, name))
+                total += found.st_size if stat.S_ISREG(found.st_mode) else 0
     return total
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,21 +19,33 @@ DAMAGED: dict[str, Callable[[bytes], bytes | None]] = {
 """What becomes of a file's content, by kind of damage; None: the file is removed."""
 
 
+OTHER = ".kvconform-damaged"
+"""Name of a damaged file before it takes the place of the sound one, whose name may be long."""
+
+
 def damage_files(folder: Path, how: str) -> int:
     """Damage every regular file below `folder` that is not empty; return their number."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
     count = 0
-    for path in files:
-        data = path.read_bytes()
-        damaged = DAMAGED[how](data)
-        if not data and how != "removed":
-            continue
-        count += 1
-        if damaged is None:
-            path.unlink()
-            continue
-        other = path.with_name(f"{path.name}.damaged")
+    # A thread of the connector's may remove files and directories meanwhile.
+    for parent, _, names in sorted(os.walk(folder)):
+        for name in sorted(names):
+            with contextlib.suppress(FileNotFoundError):
+                count += _damage(Path(parent, name), how)
+    return count
+
+
+def _damage(path: Path, how: str) -> bool:
+    """Damage a file; return whether it was. Neither links nor empty files are."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    data = path.read_bytes()
+    damaged = DAMAGED[how](data)
+    if damaged is None:
+        path.unlink()
+        return True
+    if data:
+        other = path.with_name(OTHER)
         other.write_bytes(damaged)
         os.chmod(other, path.stat().st_mode & 0o7777)
         os.replace(other, path)
-    return count
+    return bool(data)

@@ -81,8 +81,8 @@ class ServerSpec(BaseModel):
     )
     damage: str | None = Field(
         default=None,
-        description="shell command that damages every value as $KVCONFORM_DAMAGE says: removed,"
-        " truncated, longer or garbage",
+        description="shell command that damages every value as $KVCONFORM_DAMAGE says (removed,"
+        " truncated, longer or garbage) and prints how many these were, in its last line",
     )
     stop: str | None = Field(default=None, description="shell command that asks it to end")
     timeout: float = Field(default=60.0, gt=0, description="seconds until it has to be ready")
@@ -220,19 +220,22 @@ class Server:
                 f" (its output: {self.log})"
             )
 
-    def damage(self, how: str) -> bool:
-        """Damage the values: a fault. Return whether there is a command for it.
+    def damage(self, how: str) -> int:
+        """Damage the values: a fault. Return how many; 0 if the server has no command for it.
 
-        EnvironmentProblem if it fails.
+        EnvironmentProblem if the command fails, or does not say how many values it has damaged.
         """
         if self.spec.damage is None:
-            return False
-        if not self._shell(self.spec.damage, KVCONFORM_DAMAGE=how):
+            return 0
+        said = self._shell(self.spec.damage, KVCONFORM_DAMAGE=how)
+        count = "" if not said or not said.strip() else said.split()[-1]
+        if not count.isdecimal():
+            problem = "failed" if said is None else "does not print how many it has damaged"
             raise EnvironmentProblem(
                 f"the values of server {self.spec.name} cannot be damaged: `{self.spec.damage}`"
-                f" failed (its output: {self.log})"
+                f" {problem} (its output: {self.log})"
             )
-        return True
+        return int(count)
 
     def freeze(self) -> None:
         """Suspend the server's processes: it accepts connections but does not respond.
@@ -276,7 +279,7 @@ class Server:
             self._end(b"")
             return problem
         problem = None
-        if self.spec.stop is not None and not self._shell(self.spec.stop):
+        if self.spec.stop is not None and self._shell(self.spec.stop) is None:
             problem = f"stop command `{self.spec.stop}` of server {self.spec.name} failed"
         self._end(b"")
         return problem
@@ -300,7 +303,7 @@ class Server:
     # -- calls
     def _call(self, call: Call) -> bool:
         if call.command is not None:
-            return self._shell(call.command)
+            return self._shell(call.command) is not None
         if call.tcp is not None:
             host, _, port = call.tcp.rpartition(":")
             with (
@@ -330,7 +333,8 @@ class Server:
             return bool(response.status < 400)
         return False
 
-    def _shell(self, command: str, **environment: str) -> bool:
+    def _shell(self, command: str, **environment: str) -> str | None:
+        """Run a command; return what it printed, or None if it failed or took too long."""
         with self.log.open("ab") as output, contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(
                 command,
@@ -338,12 +342,15 @@ class Server:
                 cwd=self.base,
                 env=self.environment | environment,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=subprocess.PIPE,
                 stderr=output,
                 timeout=CALL_LIMIT,
+                text=True,
+                errors="replace",
             )
-            return done.returncode == 0
-        return False
+            output.write(done.stdout.encode())
+            return None if done.returncode else done.stdout
+        return None
 
 
 def _words(call: Call) -> str:

@@ -232,9 +232,9 @@ class Servers:
         self.all[name].start()
 
     def damage(self, how: str) -> int:
-        """Damage the values of the servers that can be asked to; return their number: a fault.
+        """Damage the values of the servers that can be asked to; return how many: a fault.
 
-        EnvironmentProblem if a command fails.
+        EnvironmentProblem if a server's command fails.
         """
         return sum(server.damage(how) for server in self.all.values())
 

@@ -93,6 +93,9 @@ def header(
             f" which does not support connectors before vLLM {RUNNER_V2}"
         )
         paragraph(console, "not run", text, indent=12)
+    if selection.runless:
+        text = f"cases without a run with these options: {', '.join(selection.runless)}"
+        paragraph(console, "not run", text, indent=12)
     if selection.beyond_profile:
         text = f"{many(selection.beyond_profile, 'more run')} with --profile full"
         paragraph(console, "not run", text, indent=12)

@@ -87,10 +87,10 @@ class Calibration:
         found = self._known[key]
         return found.claim if found.broke is None else (0, False)
 
-    def broke_off(self, plain: Plain, block_size: int) -> bool:
-        """Return whether the run of a plain workload broke off."""
+    def error_of(self, plain: Plain, block_size: int) -> str | None:
+        """Return the error with which the run of a plain workload broke off, if it did."""
         self.came_back(plain, block_size)
-        return self._known[plain, block_size].broke is not None
+        return self._known[plain, block_size].broke
 
     def _found(self, plain: Plain, block_size: int) -> _Measured:
         """Return what another worker has measured, or measure it for all of them.
@@ -254,9 +254,9 @@ def profile_of(target: Target, tmp: Path) -> Profile:
                 None,
             )
             learn("best_effort", less is not None)
-            if less is not None and calibration.broke_off(less, block):
+            if less is not None and (error := calibration.error_of(less, block)):
                 doubts["best_effort"] = (
-                    f"from a plain run that broke off ({calibration.broke}), so it is held to less;"
+                    f"from a plain run that broke off ({error}), so it is held to less;"
                     " if it keeps all that it stores, declare best_effort = false"
                 )
     if "persistent" not in caps and caps.get("store"):
@@ -441,8 +441,8 @@ def _outlives_process(calibration: Calibration, target: Target) -> tuple[bool, s
             back, _ = calibration.came_back(plain, block)
         except ElsewhereError as error:
             return True, f"from a restart that broke off: {error}"
-        if calibration.broke_off(plain, block):
-            return True, "from a restart that broke off"
+        if broke := calibration.error_of(plain, block):
+            return True, f"from a restart that broke off: {broke}"
         if back == 0:
             return False, ""
     return True, ""

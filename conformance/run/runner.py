@@ -27,6 +27,7 @@ from kvconform.judge.engine_bugs import lost, note_unfilled
 from kvconform.kernels.codes import CodeBook
 from kvconform.kv import gpu
 from kvconform.kv.provenance import Registry
+from kvconform.observe.inspector import shows_plans
 from kvconform.observe.probe import Patch, Probe
 from kvconform.pack import stand_in
 from kvconform.process import clock
@@ -233,10 +234,10 @@ def _drive(
     finally:
         note_unfilled(trace)
         run.hurried = driver is not None and driver.state.hurried
-        if driver is not None and driver.engine.inspector is not None:
+        if driver is not None and shows_plans(driver.engine.inspector):
             run.channels |= {"plan"}
-            if driver.engine.executor.cache is not None:
-                run.channels |= {"cache"}
+        if driver is not None and driver.engine.executor.cache is not None:
+            run.channels |= {"cache"}
         Probe.active = outer
 
 

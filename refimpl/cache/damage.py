@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damages every value of a store: `python -m kvconform.refimpl.cache.damage URL HOW`.
 
-HOW is removed, truncated, longer or garbage, as for files (kvconform.process.damaged). A server in
-the settings of a connector has this as its command `damage`.
+It prints how many values there were. HOW is removed, truncated, longer or garbage, as for files
+(kvconform.process.damaged). A server in the settings of a connector has this as its command
+`damage`.
 """
 
 from __future__ import annotations
@@ -31,4 +32,4 @@ def damage(url: str, how: str) -> int:
 
 
 if __name__ == "__main__":
-    print(damage(*sys.argv[1:]), "values")
+    print(damage(*sys.argv[1:]))

@@ -12,9 +12,10 @@ from kvconform.refimpl.cache.holds import Holds
 from kvconform.refimpl.cache.seal import packed, seal, unpacked, unseal
 from kvconform.refimpl.cache.tiers import Tiers
 from kvconform.refimpl.connector import Finish, ReferenceConnector
+from kvconform.refimpl.inspector import Inspector
 from kvconform.refimpl.plan import Load, ReferenceMetadata, Save
 from kvconform.refimpl.tracking import Tracked
-from kvconform.refimpl.variants.tiers import Tiered
+from kvconform.refimpl.variants.tiers import CacheInspector, Tiered
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -119,6 +120,25 @@ class NeverEvicts(Tiered):
     """Has bounds in its options, and does not look at them."""
 
     tiers_kind = _Grows
+
+
+class BoundInBytes(CacheInspector):
+    """Tells the bound of the first level in bytes: those of as many entries as it may have."""
+
+    def cache(self) -> dict[str, Any]:
+        state = super().cache()
+        top = state["levels"][0]
+        size = self._bytes(self._connector._cache.tiers.levels[0])
+        bound = top["bound"] * size // max(top["entries"], 1)
+        top |= {"bound": None, "bytes": size, "bytes_bound": bound, "full": size >= bound > 0}
+        return state
+
+
+class GrowsInBytes(NeverEvicts):
+    """Has a bound in bytes, and does not look at it."""
+
+    def kvconform_inspector(self) -> Inspector:
+        return BoundInBytes(self)
 
 
 class _PromotesFreely(Tiers):

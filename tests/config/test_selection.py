@@ -42,6 +42,13 @@ def test_who_names_an_axis_or_a_case_gets_all_its_runs(narrowed: dict[str, Any])
     assert runs(**narrowed) == runs(profile="full", **narrowed)
 
 
+def test_cases_that_are_named_and_have_no_run_are_told() -> None:
+    named = ["identity.two-salts", "identity.salt", "lifecycle.fail-*"]
+    found = select(SPEC, Settings(select=named, scheduling="sync"), "0.32.0")
+    assert found.runless == ["identity.two-salts"]
+    assert "identity.salt" in found.order()
+
+
 @pytest.mark.parametrize(
     "narrowed",
     [{}, {"select": ["save.owned"]}, {"slow": "compute", "emulate_cuda": True}],

@@ -204,3 +204,15 @@ def test_what_is_not_asked_is_told() -> None:
         assert unasked(other, sources, doubtful) == []
     (unjudged,) = unasked(caps | {"store": True}, {"store": "declared"}, {})
     assert "kvconform_fail_load" in unjudged
+
+
+@pytest.mark.parametrize(
+    ("loses", "source", "said"),
+    [(True, "inferred", True), (False, "inferred", False), (True, "declared", False)],
+)
+def test_a_loss_that_is_taken_for_best_effort_is_told(loses: bool, source: str, said: bool) -> None:
+    caps = {"store": True, "fault_injection": True, "best_effort": loses}
+    sources = {"store": "declared", "best_effort": source}
+    told = any("declare `best_effort = false`" in text for text in unasked(caps, sources, {}))
+    assert told is said
+    assert unasked(caps, sources, {"best_effort": "from a plain run that broke off"}) == []

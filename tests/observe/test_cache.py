@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvconform.contract.trace import Trace
+from kvconform.errors import UsageError
 from kvconform.observe.cache import CacheObserver, bytes_in_files
 from kvconform.observe.call import Call
 
@@ -70,8 +74,16 @@ def test_a_file_that_is_removed_while_files_are_counted_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "stays").write_bytes(bytes(20))
-    found = [tmp_path / "gone", tmp_path / "stays"]
-    monkeypatch.setattr(Path, "rglob", lambda self, pattern: iter(found))
+    (tmp_path / "there" / "deep").mkdir(parents=True)
+    (tmp_path / "there" / "deep" / "gone").write_bytes(bytes(20))
+    stat = os.stat
+
+    def gone(path: Any, **options: Any) -> Any:
+        if str(path).endswith("gone"):
+            shutil.rmtree(tmp_path / "there", ignore_errors=True)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", gone)
     assert bytes_in_files(tmp_path) == 20
 
 
@@ -90,10 +102,11 @@ class Levels:
 
     def __init__(self, *looks: list[int], top: dict[str, Any] | None = None) -> None:
         self.looks = [*looks]
-        self.top = {"name": "host", "entries": 1, "bound": 4} if top is None else top
+        self.top = {"name": "host", "entries": 1, "bound": 4, "held": 0} if top is None else top
 
     def cache(self) -> dict[str, Any]:
-        return {"held": 0, "levels": [self.top, {"name": "disk", "entries": 9, "bound": None}]}
+        disk = {"name": "disk", "entries": 9, "bound": None, "held": 0}
+        return {"held": 0, "levels": [self.top, disk]}
 
     def cached(self, request: Any) -> list[int]:
         return self.looks[0] if len(self.looks) == 1 else self.looks.pop(0)
@@ -109,12 +122,15 @@ ARRIVED = {
 }
 
 
-def after_a_load(inspector: Levels) -> list[dict[str, Any]]:
-    """Return the events of a load that arrived, and of the end."""
+def a_request(tokens: int = 17, *, skips: bool = False) -> Any:
+    return SimpleNamespace(request_id="b", num_tokens=tokens, skip_reading_prefix_cache=skips)
+
+
+def after_a_load(inspector: Levels, **other: Any) -> list[dict[str, Any]]:
+    """Return the events of a load that arrived, and of the end. `other`: fields of the load."""
     trace = Trace()
-    request = SimpleNamespace(request_id="b", num_tokens=17, skip_reading_prefix_cache=False)
-    observer = CacheObserver(trace, inspector, {"b": request}, 4, lambda: 0)
-    observer.after_step([ARRIVED])
+    observer = CacheObserver(trace, inspector, {"b": a_request()}, 4, lambda: 0)
+    observer.after_step([ARRIVED | other])
     trace.emit("run.end")
     observer.at_rest(5.0)
     return trace.events
@@ -131,10 +147,11 @@ def test_a_load_may_be_promoted_until_all_requests_have_ended() -> None:
     "inspector",
     [
         Levels([12, 12]),
-        Levels([0, 12], top={"name": "host", "entries": 4, "bound": 4}),
-        Levels([0, 12], top={"name": "host", "entries": 1, "bound": None, "full": True}),
+        Levels([0, 8]),
+        Levels([0, 12], top={"name": "host", "entries": 4, "bound": 4, "held": 0}),
+        Levels([0, 12], top={"name": "host", "entries": 1, "bound": None, "held": 0, "full": True}),
     ],
-    ids=["promoted", "no room for another entry", "says that it is full"],
+    ids=["promoted", "gone again", "no room for another entry", "says that it is full"],
 )
 def test_a_load_that_cannot_be_promoted_is_noted_at_once(inspector: Levels) -> None:
     kinds = [event["kind"] for event in after_a_load(inspector)]
@@ -142,22 +159,100 @@ def test_a_load_that_cannot_be_promoted_is_noted_at_once(inspector: Levels) -> N
 
 
 def test_a_load_that_is_never_promoted_is_noted_with_the_room_that_there_is() -> None:
-    loaded = next(
-        event for event in after_a_load(Levels([0, 12])) if event["kind"] == "cache.loaded"
-    )
+    events = after_a_load(Levels([0, 12]))
+    loaded = next(event for event in events if event["kind"] == "cache.loaded")
     assert (loaded["cached"], loaded["room"]) == ([0, 12], True)
+
+
+@pytest.mark.parametrize("other", [{"missing": [4]}, {"reported_failed": True}, {"req": "gone"}])
+def test_a_load_that_did_not_arrive_is_not_noted(other: dict[str, Any]) -> None:
+    assert "cache.loaded" not in [event["kind"] for event in after_a_load(Levels([0, 12]), **other)]
+
+
+def test_no_request_is_kept_if_the_engine_does_not_come_to_rest() -> None:
+    request = type("Request", (), vars(a_request()))()
+    kept = weakref.ref(request)
+    observer = CacheObserver(Trace(), Levels([0, 12]), {"b": request}, 4, lambda: 0)
+    observer.after_step([ARRIVED])
+    observer._requests = {}
+    del request
+    assert kept() is not None
+    observer.release()
+    assert kept() is None
+
+
+def test_holds_that_threads_still_have_are_awaited() -> None:
+    held = iter([2, 1, 0])
+
+    class Held(Levels):
+        def cache(self) -> dict[str, Any]:
+            return super().cache() | {"held": next(held)}
+
+    trace = Trace()
+    CacheObserver(trace, Held([0, 0]), {}, 4, lambda: 0).at_rest(60.0)
+    assert [event["held"] for event in trace.events] == [0]
+
+
+def looked_up(
+    observer: CacheObserver, request: Any, *answers: tuple[int, int | None], ok: bool = True
+) -> None:
+    """Let the observer see lookups: local tokens, and what the connector answered."""
+    listeners: dict[str, Any] = {}
+    observer.listen(SimpleNamespace(on=lambda hook, after: listeners.update({hook: after})))
+    for local, tokens in answers:
+        call = Call(None, "get_num_new_matched_tokens", "scheduler", 0, (request, local), {})
+        call.result, call.result_event = (tokens, False), {"value_ok": ok}
+        listeners[call.hook](call)
+
+
+def test_the_last_token_of_a_prompt_is_not_usable() -> None:
+    trace = Trace()
+    looked_up(CacheObserver(trace, Levels([4, 16]), {}, 4, lambda: 0), a_request(16), (0, 4))
+    assert [event["usable"] for event in trace.events] == [12]
+
+
+@pytest.mark.parametrize(
+    ("request_", "ok", "damaged"),
+    [(a_request(), False, False), (a_request(skips=True), True, False), (a_request(), True, True)],
+    ids=["no legal answer", "vLLM drops the answer", "the store was damaged"],
+)
+def test_some_lookups_are_not_compared_with_the_cache(
+    request_: Any, ok: bool, damaged: bool
+) -> None:
+    trace = Trace()
+    trace.damaged = damaged
+    looked_up(CacheObserver(trace, Levels([4, 16]), {}, 4, lambda: 0), request_, (0, 4), ok=ok)
+    assert trace.events == []
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ({"cached": lambda: []}, r"cached\(\) returned \[\]: it must be one number per level"),
+        ({"cached": lambda: None}, r"cached\(\) returned what docs/cache.md does not allow"),
+        ({"cached": lambda: [4]}, r"cached.*one number per level of cache\(\), which has 2"),
+        ({"cached": lambda: 1 // 0}, r"cached\(\) raised ZeroDivisionError"),
+        ({"cache": lambda: {"levels": []}}, r"cache\(\) returned what .*\['held'\]: Field req"),
+    ],
+)
+def test_an_answer_of_another_form_is_a_sentence(answers: dict[str, Any], words: str) -> None:
+    inspector: Any = Levels([0, 0])
+    for name, answer in answers.items():
+        setattr(inspector, name, lambda *_, answer=answer: answer())
+    observer = CacheObserver(Trace(), inspector, {}, 4, lambda: 0)
+
+    def look() -> None:
+        observer.after_step([])
+        looked_up(observer, a_request(), (0, 4))
+
+    with pytest.raises(UsageError, match=rf"kvconform_inspector\(\)\.{words}"):
+        look()
 
 
 def test_lookups_are_collected_by_the_level_that_could_give_more() -> None:
     trace = Trace()
-    request = SimpleNamespace(request_id="b", num_tokens=17, skip_reading_prefix_cache=False)
-    observer = CacheObserver(trace, Levels([4, 14]), {"b": request}, 4, lambda: 0)
-    listeners: dict[str, Any] = {}
-    observer.listen(SimpleNamespace(on=lambda hook, after: listeners.update({hook: after})))
-    for local, tokens in ((0, 4), (8, 4), (0, None), (14, 0)):
-        call = Call(None, "get_num_new_matched_tokens", "scheduler", 0, (request, local), {})
-        call.result, call.result_event = (tokens, False), {"value_ok": True}
-        listeners[call.hook](call)
+    observer = CacheObserver(trace, Levels([4, 14]), {}, 4, lambda: 0)
+    looked_up(observer, a_request(), (0, 4), (8, 4), (0, None), (14, 0))
     observer.at_rest(0.0)
     reached = [event for event in trace.events if event["kind"] == "cache.reached"]
     assert [(event["level"], event["lookups"]) for event in reached] == [

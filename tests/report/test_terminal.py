@@ -194,6 +194,14 @@ def test_what_only_profile_full_runs_is_one_line_of_the_header() -> None:
     assert f"not run     {count} more runs with --profile full" in printed(found)
 
 
+def test_a_named_case_without_a_run_is_one_line_of_the_header() -> None:
+    found = collector()
+    judged(found)
+    found.selection.runless = ["identity.two-salts"]
+    line = "not run     cases without a run with these options: identity.two-salts"
+    assert line in printed(found)
+
+
 def test_places_are_below_their_root_cause_with_any_number_of_these() -> None:
     found = collector()
     names = [name for name in found.selection.judged if SPEC.requirements[name].level == "SHOULD"]

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,11 +17,14 @@ from kvconform.config import settings
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
 from kvconform.contract.steps import NO_FILES, Damage
+from kvconform.contract.trace import Trace
 from kvconform.errors import EnvironmentProblem
 from kvconform.judge.records import CaseReport
+from kvconform.observe.call import Call
 from kvconform.process.damaged import DAMAGED, damage_files
 from kvconform.process.servers import Servers
 from kvconform.run.case import run_and_judge
+from kvconform.run.damage import Damager
 
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 CONTENT = bytes(range(200))
@@ -117,6 +122,43 @@ def test_a_load_of_damaged_values_of_a_server_is_reported_as_failed(
     assert kinds.index("store.damaged") < kinds.index("transfer.failed")
 
 
-def test_a_command_that_damages_nothing_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match="server store cannot be damaged: `false` failed"):
-        judged_with_a_server("garbage", "false", tmp_path)
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [("false", "failed"), ("true", "does not print how many"), ("echo done", "does not print")],
+)
+def test_a_command_that_does_not_damage_ends_the_run_with_a_sentence(
+    command: str, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(EnvironmentProblem, match=f"cannot be damaged: `{command}` {problem}"):
+        judged_with_a_server("garbage", command, tmp_path)
+
+
+def test_where_no_value_was_damaged_nothing_is_judged(tmp_path: Path) -> None:
+    report = judged_with_a_server("garbage", "echo 0", tmp_path)
+    assert {(row.verdict, row.message) for row in report.rows} == {("UNSUPPORTED", NO_FILES)}
+
+
+def test_damage_strikes_once_and_after_a_grant(tmp_path: Path) -> None:
+    (tmp_path / "value").write_bytes(CONTENT)
+    trace, listeners = Trace(), {}
+    damager = Damager(tmp_path, trace)
+    probe: Any = SimpleNamespace(on=lambda hook, after: listeners.update({hook: after}))
+    damager.arm(Damage(files="longer"), probe)
+    for granted in (0, 4, 4):
+        call = Call(None, "update_state_after_alloc", "scheduler", 0, (None, None, granted), {})
+        listeners[call.hook](call)
+        assert len((tmp_path / "value").read_bytes()) == (264 if granted else 200)
+    assert [event["count"] for event in trace.events] == [1]
+
+
+def test_links_stay_and_modes_are_kept(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(CONTENT)
+    folder = tmp_path / "store"
+    folder.mkdir()
+    (folder / "link").symlink_to(outside)
+    (folder / ("x" * 250)).write_bytes(CONTENT)
+    (folder / ("x" * 250)).chmod(0o640)
+    assert damage_files(folder, "truncated") == 1
+    assert outside.read_bytes() == CONTENT and (folder / "link").is_symlink()
+    assert (folder / ("x" * 250)).stat().st_mode & 0o777 == 0o640
