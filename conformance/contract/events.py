@@ -680,14 +680,15 @@ _kind(
     "kv",
     "req:str generation:int transfer:str? granted:int missing:list partial:list wrong:list "
     "reported_failed:bool promised:bool undisturbed:bool is_async:bool local:int by_group:list "
-    "early_reads:list bytes:int? most_bytes:int?",
+    "layers:list early_reads:list bytes:int? most_bytes:int?",
     "The engine is about to rely on a grant. bytes = those that the connector wrote, of all layers "
     "(None: not known); most_bytes = the same in whole blocks, with repetitions. "
     "missing = positions that were not written completely; "
     "partial = those of them of which some slot was written in part. promised = the connector has "
     "declared that it keeps this content, has found it, and nothing in the case makes a load fail. "
     "undisturbed = nothing in the case takes away what is stored. by_group = those of several "
-    "groups that lack something: number, tokens per block, positions, block table. "
+    "groups that lack something: number, tokens per block, positions, block table. layers = those "
+    "that lack something, if others do not. "
     "early_reads = where work on other streams was queued that read too early, so far.",
 )
 _kind(

@@ -95,6 +95,8 @@ def _due(e: Event) -> str:
         how = "never written"
         if e.get("partial"):
             how = "written only in part" if e["partial"] == e["missing"] else f"{how} completely"
+        if e.get("layers"):
+            how += f" in {'layer' if len(e['layers']) == 1 else 'layers'} {spans(e['layers'])}"
         return (
             f"of the {many(e['granted'], 'token')} granted to {e['req']}"
             f" from position {e['local']}, {_positions(e['missing'])} {how}"

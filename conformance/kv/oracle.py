@@ -179,6 +179,11 @@ class Grant:
                 found.append([number, group.block_size, positions, list(table)])
         return found
 
+    def lacking_layers(self) -> list[int]:
+        """Return the layers that lack something, if others of the only group do not."""
+        found = np.nonzero(~self.written.all(1))[0].tolist() if len(self.groups) == 1 else []
+        return found if len(found) < len(self.written) else []
+
     def lacking(self) -> set[int]:
         """Return the ids of blocks in which KV is missing."""
         return {int(slot) // self.stride for slot in self.slots[~self.written]}
@@ -662,6 +667,7 @@ class Oracle(Loads):
             is_async=grant.is_async,
             local=grant.start,
             by_group=grant.missing_by_group(),
+            layers=grant.lacking_layers(),
             early_reads=self.device.early_reads,
             bytes=self._bytes(grant.received),
             most_bytes=self._bytes(grant.received_in_blocks),

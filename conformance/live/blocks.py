@@ -345,6 +345,7 @@ class BlockOracle:
             is_async=grant.is_async,
             local=grant.start,
             by_group=[],
+            layers=[],
             early_reads=[],
             bytes=None,
             most_bytes=None,

@@ -148,6 +148,7 @@ PLAN = {
             ],
         ),
         ({**DUE, "missing": [11]}, ["position 11 was never written"]),
+        ({**DUE, "layers": [2, 3]}, ["positions 7-8, 11 were never written in layers 2-3 and no"]),
         ({**WRONG, "group": 1}, ["layer 1 of KV cache group 1, block 7"]),
         ({**CHANGED, "group": 0}, ["(layer 0 of KV cache group 0, for b)"]),
         (

@@ -134,14 +134,15 @@ def test_a_load_in_time_is_right(shared: Machine) -> None:
 def test_a_load_that_never_arrives_is_missing_and_nothing_else(shared: Machine) -> None:
     load_step(shared, before=lambda: loader(shared, 4, 7))
     (due,) = shared.events("load.due")
-    assert (due["missing"], due["reported_failed"]) == ([7, 8], False)
+    assert (due["missing"], due["layers"], due["reported_failed"]) == ([7, 8], [], False)
     assert not shared.events("kv.wrong")
     assert shared.worker.corrupt == {"a"}
 
 
 def test_one_layer_that_never_arrives_is_missing(shared: Machine) -> None:
     load_step(shared, before=lambda: loader(shared, layers=(1,)))
-    assert shared.events("load.due")[0]["missing"] == [4, 5, 6, 7, 8]
+    (due,) = shared.events("load.due")
+    assert (due["missing"], due["layers"]) == ([4, 5, 6, 7, 8], [0])
     assert not shared.events("kv.wrong")
 
 
