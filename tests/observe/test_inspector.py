@@ -39,7 +39,7 @@ def judged(name: str, tmp: Path) -> CaseReport:
     target = Target(
         f"{__name__}:{name}",
         {"store": "{tmp}/store"},
-        capabilities={"store": True, "saves": "all", "best_effort": False},
+        capabilities={"store": True, "saves": "all", "best_effort": False, "persistent": False},
     )
     return run_and_judge(variant, target, spec, seed=0, tmp=tmp)
 

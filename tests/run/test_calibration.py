@@ -66,7 +66,7 @@ def test_a_run_that_broke_off_is_not_shared(
     monkeypatch.setattr(calibration, "run_variant", broken)
     for name in ("1", "2"):
         found = Calibration(target(), tmp_path / name)
-        assert found.broke_off(PLAIN, 4) and found.came_back(PLAIN, 4) == (0, False)
+        assert found.error_of(PLAIN, 4) and found.came_back(PLAIN, 4) == (0, False)
         assert (found.broke, found.announced) == ("no space", (8, False))
     assert len(runs) == 2, "perhaps the machine was busy"
     monkeypatch.setattr(calibration, "run_variant", counted)

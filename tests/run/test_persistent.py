@@ -37,7 +37,7 @@ class KeepsIndex(ReferenceConnector):
         (
             Target("kvconform.refimpl.defects.answers:NoRestart", FILES),
             True,
-            "from a restart that broke off",
+            "from a restart that broke off: RuntimeError: the store belongs to another instance",
         ),
     ],
 )

@@ -116,7 +116,7 @@ def test_what_a_connector_logs_is_not_kept_alive(tmp_path: Path, warm: Warm) -> 
         (
             "on_abort:Stuck",
             "hook.terminates",
-            "request_finished did not return within 1 s and could not be interrupted",
+            "request_finished did not return within 3 s and could not be interrupted",
         ),
         (
             "on_abort:Exits",
@@ -130,7 +130,8 @@ def test_terrible_in_one_case(
     tmp_path: Path, warm: Warm, connector: str, requirement: str, message: str | None
 ) -> None:
     cases = "lifecycle.abort-waiting,lifecycle.abort-finished,lifecycle.hook-order"
-    arguments = (connector, *OPTIONS, "-k", cases, "--hook-timeout", "1")
+    # Not less: on a busy machine, a constructor takes longer than a second.
+    arguments = (connector, *OPTIONS, "-k", cases, "--hook-timeout", "3")
     # A worker that ended is replaced: once by one that imports vLLM, else by a fork.
     if connector == "on_abort:Exits":
         done = kvconform("run", *arguments, cwd=tmp_path)
