@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
@@ -166,6 +168,12 @@ def test_only_what_was_sealed_is_unsealed() -> None:
         assert unseal("key", bytes(flipped)) is None
     assert unseal("key", stored + b"\0") is None
     assert unpacked(b"no safetensors") == {}
+
+
+def test_tensors_of_another_type_are_damaged() -> None:
+    """Also those of a type that numpy does not have."""
+    for dtype in (torch.bfloat16, torch.float16):
+        assert unpacked(save({"layer": torch.zeros(2, dtype=dtype)})) == {}
 
 
 def test_nothing_is_unpickled() -> None:
