@@ -208,6 +208,19 @@ def test_a_damaged_number_of_resets_hides_everything(damaged: bytes) -> None:
     assert store.reset() and store.epoch() == 1
 
 
+def test_a_lost_number_of_resets_is_stored_again() -> None:
+    """Otherwise a chunk that the reset could not remove would come back."""
+    store = ChunkStore(Failing())
+    store.put(0, "k", "layer", b"from before the reset")
+    store.commit(0, "k")
+    store.backend.fails = ("delete",)  # type: ignore[attr-defined]
+    assert store.reset()
+    store.backend.fails = ()  # type: ignore[attr-defined]
+    store.backend.delete(EPOCH)
+    assert not store.has("k") and store.epoch() == 1
+    assert ChunkStore(store.backend).epoch() == 1
+
+
 @pytest.mark.parametrize("is_tiered", [False, True])
 @pytest.mark.parametrize(
     "foreign",
