@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -396,6 +397,11 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         metadata = self._metadata()
         if metadata is not self._saved:
             layers = [layer for layer in self._layers if layer not in self._hooked]
+            if self._hooked:
+                # Equal requests have the same chunks: the first commit takes all of their layers.
+                for save, layer in product(metadata.saves, layers):
+                    self._save_layer(metadata.epoch, save, layer, self._layers[layer])
+                layers = []
             for save in metadata.saves:
                 if self.options.async_saves:
                     self._save_queue.add((metadata.epoch, save), self.options.save_delay)

@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvconform.refimpl.cache.backend import StoreError
+from kvconform.refimpl.cache.backend import Full, StoreError
 
 
 class PinnedBackend:
     """Values in `size` bytes of pinned memory, which no other back end shares.
 
     The memory is allocated when the first value comes. It counts no entries: a value without a gap
-    that is large enough is refused with StoreError.
+    that is large enough is refused with Full, and one that is larger than all the memory with
+    StoreError.
     """
 
     scheme = "pinned"
@@ -75,6 +76,8 @@ class PinnedBackend:
 
     def _gap(self, length: int, besides: str) -> int:
         """Return the start of the first gap of this length, as if `besides` had no value."""
+        if length > self.size:
+            raise StoreError(f"the {self.scheme} memory is too small for {length} bytes")
         start = 0
         others = (span for key, span in self._spans.items() if key != besides)
         for taken, taken_length in sorted(others):
@@ -82,7 +85,7 @@ class PinnedBackend:
                 return start
             start = taken + taken_length
         if self.size - start < length:
-            raise StoreError(f"the {self.scheme} memory has no room for {length} bytes")
+            raise Full(f"the {self.scheme} memory has no room for {length} bytes")
         return start
 
     def _part(self, start: int, length: int) -> torch.Tensor:

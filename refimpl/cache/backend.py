@@ -11,6 +11,10 @@ class StoreError(Exception):
     """A back end did not do what was asked: it does not respond, is full, or is read-only."""
 
 
+class Full(StoreError):
+    """There is no room for a value, and there may be if others are deleted."""
+
+
 class MissingPackage(ModuleNotFoundError):
     """An optional package is not installed. `what` needs it, `extra` of kvconform installs it."""
 

@@ -68,22 +68,28 @@ class ChunkStore:
     def epoch(self) -> int:
         """Return the current epoch: how often the store was reset.
 
-        If the back end fails, it is the last one that was known.
+        If the back end fails, it is the last one that was known. If the back end has lost it, the
+        last one is stored again: chunks from before the reset may still be there.
         """
         with suppress(StoreError):
             if self._durable.exists(EPOCH):
                 self._epoch = _resets(self._durable.get(EPOCH))
+            elif self._epoch > 0:
+                self._store_epoch(self._epoch)
             else:
                 self._epoch = 0
         return self._epoch
+
+    def _store_epoch(self, number: int) -> None:
+        self._durable.set(EPOCH, seal(EPOCH, str(number).encode()))
+        self._epoch = number
 
     def reset(self) -> bool:
         """Forget every chunk, also those that are not committed yet; return whether that worked."""
         try:
             old = [*self.backend.list(VALUES)]
             numbers = [int(found[1]) for key in old if (found := EPOCH_OF.match(key))]
-            number = max([self.epoch(), *numbers]) + 1
-            self._durable.set(EPOCH, seal(EPOCH, str(number).encode()))
+            self._store_epoch(max([self.epoch(), *numbers]) + 1)
         except StoreError:
             return False
         for key in old:
@@ -185,7 +191,7 @@ class ChunkStore:
         return {} if data is None else unpacked(data)
 
     def drop(self, key: str) -> None:
-        """Forget one chunk, if it is present."""
+        """Forget one chunk, if it is present. A chunk that cannot be deleted stays present."""
         self._latest = ("", {})
         for name in self.names(key):
             self._delete(name)

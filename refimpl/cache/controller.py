@@ -57,9 +57,16 @@ class Controller:
     def move(self, chunks: Chunks, level: str) -> None:
         """Move the chunks that are there to a level. The last ones stay if it is too small."""
         number = self.level_names.index(level)
-        for names in chunks:
-            for name in names:
-                self.tiers.move(name, number)
+        moved: list[str] = []
+        try:
+            for names in chunks:
+                # A lookup needs the first chunks most: no later one takes their place.
+                moved.append(chunk_of(names[0]))
+                self.holds.take(moved[-1:])
+                for name in names:
+                    self.tiers.move(name, number)
+        finally:
+            self.holds.release(moved)
 
     def pin(self, chunks: Chunks) -> None:
         """Keep the chunks that are there from eviction. Pinning them twice is pinning them once."""

@@ -12,12 +12,15 @@ import zlib
 from collections.abc import Mapping
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
 
 MAGIC = b"kvc1"
 HEADER = struct.Struct("<4sIIQ")
 """Magic, CRC-32 of key and data, length of the key, length of the data."""
+
+BYTES = "U8"
+"""The type of all layers in safetensors' header."""
 
 
 def seal(key: str, data: bytes) -> bytes:
@@ -44,8 +47,11 @@ def packed(layers: Mapping[str, bytes]) -> bytes:
 
 
 def unpacked(data: bytes) -> dict[str, bytes]:
-    """Undo `packed`. Empty for data of another form."""
+    """Undo `packed`. Empty for data of another form, or with tensors of another type."""
     try:
-        return {name: layer.tobytes() for name, layer in load(data).items()}
+        layers = deserialize(data)
     except SafetensorError:
         return {}
+    if any(layer["dtype"] != BYTES for _, layer in layers):
+        return {}
+    return {name: bytes(layer["data"]) for name, layer in layers}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -48,11 +48,17 @@ class Buffer:
 
 
 class Staging(Generic[T]):
-    """Two buffers and a thread. `T` is a batch. One transfer at a time."""
+    """Two buffers and a thread. `T` is a batch. One transfer at a time.
+
+    A transfer that an exception has ended may have left work to the thread. Nothing is filled by
+    the caller before that work is done.
+    """
 
     def __init__(self) -> None:
         self._buffers = [Buffer() for _ in range(BUFFERS)]
         self._thread: ThreadPoolExecutor | None = None
+        # The work that was submitted last; the thread keeps the order.
+        self._last: Future[None] | None = None
 
     def incoming(
         self, work: Iterable[T], fill: Callable[[T, Buffer], None]
@@ -89,6 +95,8 @@ class Staging(Generic[T]):
 
         When the iteration is over, all buffers are empty.
         """
+        if self._last is not None:
+            wait([self._last])
         free = deque(self._buffers)
         draining: deque[tuple[Buffer, Future[None]]] = deque()
         for batch in work:
@@ -105,7 +113,8 @@ class Staging(Generic[T]):
     def _submit(self, work: Callable[[T, Buffer], None], batch: T, buffer: Buffer) -> Future[None]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "staging")
-        return self._thread.submit(work, batch, buffer)
+        self._last = self._thread.submit(work, batch, buffer)
+        return self._last
 
     def close(self) -> None:
         """End the thread. May be called twice."""

@@ -5,7 +5,7 @@
 - A value read from a lower level is promoted: it is copied to the top level.
 - A value that has to leave a full level is demoted: it moves to the next level, if no lower one has
   it. A value that leaves the lowest level is lost.
-- What must stay is never moved. If nothing else can go, a new value is stored further down.
+- What must stay is never evicted. If nothing else can go, a new value is stored further down.
 - A stored value takes the place of earlier ones at every level.
 - A level that fails is passed over.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvconform.refimpl.cache.backend import Backend, StoreError
+from kvconform.refimpl.cache.backend import Backend, Full, StoreError
 from kvconform.refimpl.cache.eviction import Evictor, Lru
 
 
@@ -62,7 +62,9 @@ class Level:
         """Return the value; None if it is gone or the level fails."""
         with suppress(StoreError):
             value = self.backend.get(key)
-            if value is not None:
+            if value is None:
+                self.entries.removed(key)  # otherwise it would count as an entry
+            else:
                 self.entries.used(key)
             return value
         return None
@@ -95,7 +97,6 @@ class Tiers:
         """Values that no level took, or that left the lowest one."""
         self._must_stay = must_stay
         self._lock = threading.RLock()
-        self._reading: str | None = None
         for level in levels:
             level.adopt(prefix)
 
@@ -122,13 +123,9 @@ class Tiers:
             return next((value for level in self.levels if (value := level.get(key))), None)
 
     def _promote(self, key: str, value: bytes) -> None:
-        self._reading = key
-        top = self.levels[0]
         with suppress(StoreError):
-            if self._make_room(0, key):
-                top.set(key, value)
-                top.counts.promoted += 1
-        self._reading = None
+            if self._store(0, key, value):
+                self.levels[0].counts.promoted += 1
 
     def _trim(self) -> None:
         """Evict what is beyond the bounds: values that other engines have stored."""
@@ -170,11 +167,25 @@ class Tiers:
         """
         for number in range(first, len(self.levels)):
             with suppress(StoreError):
-                if self._make_room(number, key):
-                    self.levels[number].set(key, value)
+                if self._store(number, key, value):
                     return number
         self.lost += 1
         return None
+
+    def _store(self, number: int, key: str, value: bytes) -> bool:
+        """Store a value at a level, and evict others for it; return whether it is there.
+
+        StoreError if the level fails: then nothing more is evicted.
+        """
+        if not self._make_room(number, key):
+            return False
+        while True:
+            try:
+                self.levels[number].set(key, value)
+                return True
+            except Full:  # in bytes
+                if not self._evict(number, besides=key):
+                    return False
 
     def _make_room(self, number: int, key: str) -> bool:
         """Evict until the level can take a value of this key; return whether it can."""
@@ -186,18 +197,21 @@ class Tiers:
 
     def _shrink(self, number: int, count: int) -> bool:
         """Evict until the level has `count` values; return whether it has."""
-        level = self.levels[number]
-        while len(level.entries) > count:
-            victim = level.entries.victim(self._stays)
-            if victim is None:
+        while len(self.levels[number].entries) > count:
+            if not self._evict(number):
                 return False
-            self._demote(number, victim)
-            level.delete(victim)
-            level.counts.evicted += 1
         return True
 
-    def _stays(self, key: str) -> bool:
-        return key == self._reading or self._must_stay(key)
+    def _evict(self, number: int, besides: str | None = None) -> bool:
+        """Evict one value of a level, not that of the key `besides`; return whether one went."""
+        level = self.levels[number]
+        victim = level.entries.victim(lambda key: key == besides or self._must_stay(key))
+        if victim is None:
+            return False
+        self._demote(number, victim)
+        level.delete(victim)
+        level.counts.evicted += 1
+        return True
 
     def _demote(self, number: int, key: str) -> None:
         """Copy a value that is to leave a level to the next one, unless a lower one has it."""
@@ -216,18 +230,14 @@ class Tiers:
         with self._lock:
             value = self.peek(key)
             target = self.levels[number]
-            self._reading = key
             try:
-                if value is None or not self._make_room(number, key):
+                if value is None or not self._store(number, key, value):
                     return False
-                target.set(key, value)
                 for level in self.levels:
                     if level is not target:
                         level.delete(key)
             except StoreError:
                 return False
-            finally:
-                self._reading = None
             return True
 
     def replace(self, key: str, value: bytes) -> None:

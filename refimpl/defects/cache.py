@@ -41,8 +41,9 @@ class FillsUp(ReferenceConnector):
 
 
 class _EvictsHeld(Tiers):
-    def _stays(self, key: str) -> bool:
-        return key == self._reading
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._must_stay = lambda key: False
 
 
 class EvictsPinned(Tiered):

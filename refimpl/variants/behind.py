@@ -49,8 +49,8 @@ class WriteBehind(Tiers):
         with self._lock:
             with suppress(StoreError):
                 value = self.levels[0].backend.get(key)
-                if value is not None and self._make_room(len(self.levels) - 1, key):
-                    self.levels[-1].set(key, value)
+                if value is not None:
+                    self._store(len(self.levels) - 1, key, value)
             self.holds.release([chunk_of(key)])
             self._writing -= {
                 timer for timer in self._writing if timer is threading.current_thread()

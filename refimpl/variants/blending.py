@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
@@ -19,6 +19,7 @@ from kvconform.refimpl.packing import Keys, instructions_of
 from kvconform.refimpl.plan import Piece, Save
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
     from kvconform.refimpl.tracking import Tracked
@@ -41,6 +42,18 @@ class BlendOptions(Options):
     """The part of the tokens behind reused chunks that the engine computes again."""
     neox: bool = True
     """Whether the model's rotary embedding is NeoX-style, or else GPT-J-style."""
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> Self:
+        """See Options. ValueError also for `layerwise`.
+
+        Requests of one step may have the same chunk at different positions. Layer by layer, the
+        position of one would be stored with the KV of another.
+        """
+        options = super().of(vllm_config)
+        if options.layerwise:
+            raise ValueError("blending saves whole chunks: layerwise must be false")
+        return options
 
 
 class Context(NamedTuple):
@@ -70,8 +83,8 @@ class Blending(ReferenceConnector):
     """Finds a chunk at any position after any prefix: its key covers only its own tokens.
 
     This is CacheBlend for a connector that cannot compute: the tokens to compute again are the last
-    ones, which it does not claim. Keys are turned to their new positions (rotary embeddings;
-    latent KV stays as it is). Its additional options are those of `BlendOptions`.
+    ones, which it does not claim. Keys are turned to their new positions (rotary embeddings).
+    Latent KV (MLA) is refused. Its additional options are those of `BlendOptions`.
     """
 
     options: BlendOptions
@@ -79,9 +92,9 @@ class Blending(ReferenceConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._rotary: Rotary | None = None
-        if not vllm_config.model_config.use_mla:
-            self._rotary = Rotary.of(vllm_config, neox=self.options.neox)
+        if vllm_config.model_config.use_mla:
+            raise ValueError("blending does not turn latent KV (MLA) to other positions")
+        self._rotary = Rotary.of(vllm_config, neox=self.options.neox)
 
     @classmethod
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +175,7 @@ class Blending(ReferenceConnector):
 
     def _turn(self, layer: str, slots: Sequence[int], by: int) -> None:
         """Move the keys in these slots by so many positions."""
-        if not by or self._rotary is None:
+        if not by:
             return
         keys = Keys(self._layers[layer], instructions_of(self._vllm_config, layer))
         size = keys.block_size

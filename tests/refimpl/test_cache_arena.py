@@ -16,7 +16,7 @@ from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
 from kvconform.emulation.emulate import emulate
 from kvconform.refimpl.cache.arena import DeviceBackend, PinnedBackend
-from kvconform.refimpl.cache.backend import StoreError
+from kvconform.refimpl.cache.backend import Full, StoreError
 from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.cache.tiers import Level, Tiers
 from kvconform.refimpl.cache.urls import open_backend
@@ -37,8 +37,11 @@ def test_values_come_back_from_the_gaps_that_others_left(cuda: Any, scheme: str)
     backend = open_backend(f"{scheme}:8")
     for key, value in (("a", b"aaa"), ("b", b"bb"), ("c", b"ccc")):
         backend.set(key, value)
-    with pytest.raises(StoreError, match=f"the {scheme} memory has no room for 1 bytes"):
+    with pytest.raises(Full, match=f"the {scheme} memory has no room for 1 bytes"):
         backend.set("d", b"d")
+    with pytest.raises(StoreError, match=f"the {scheme} memory is too small for 9") as refused:
+        backend.set("d", bytes(9))
+    assert not isinstance(refused.value, Full)  # to delete others would be of no use
     backend.delete("b")
     backend.set("e", b"ee")
     assert [backend.get(key) for key in "abce"] == [b"aaa", None, b"ccc", b"ee"]
@@ -82,7 +85,7 @@ def test_a_copy_from_pinned_memory_is_late_without_an_event() -> None:
         assert bytes(target.tolist()) == b"new!"
 
 
-def test_values_move_between_the_levels_and_what_does_not_fit_is_stored_below(cuda: Any) -> None:
+def test_values_move_between_the_levels_and_what_is_full_in_bytes_evicts(cuda: Any) -> None:
     levels = [
         Level("device", open_backend("device:8"), 2),
         Level("pinned", open_backend("pinned:4"), 2),
@@ -92,7 +95,7 @@ def test_values_move_between_the_levels_and_what_does_not_fit_is_stored_below(cu
     for number in range(6):
         cache.set(f"k{number}", b"v%03d" % number)
     stored = [sorted(level.backend.list()) for level in levels]
-    assert stored == [["k4", "k5"], ["k0"], ["k1", "k2", "k3"]]
+    assert stored == [["k4", "k5"], ["k3"], ["k0", "k1", "k2"]]
     for number in range(6):
         assert cache.get(f"k{number}") == b"v%03d" % number
     assert sorted(levels[0].backend.list()) == ["k4", "k5"] and cache.lost == 0

@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
@@ -168,6 +170,12 @@ def test_only_what_was_sealed_is_unsealed() -> None:
     assert unpacked(b"no safetensors") == {}
 
 
+def test_tensors_of_another_type_are_damaged() -> None:
+    """Also those of a type that numpy does not have."""
+    for dtype in (torch.bfloat16, torch.float16):
+        assert unpacked(save({"layer": torch.zeros(2, dtype=dtype)})) == {}
+
+
 def test_nothing_is_unpickled() -> None:
     """The modules that read stores import nothing that executes what it reads."""
     folder = Path(urls.__file__).parent
@@ -198,6 +206,19 @@ def test_a_damaged_number_of_resets_hides_everything(damaged: bytes) -> None:
     store.backend.set(EPOCH, damaged)
     assert not store.has("k") and [*store.keys()] == []
     assert store.reset() and store.epoch() == 1
+
+
+def test_a_lost_number_of_resets_is_stored_again() -> None:
+    """Otherwise a chunk that the reset could not remove would come back."""
+    store = ChunkStore(Failing())
+    store.put(0, "k", "layer", b"from before the reset")
+    store.commit(0, "k")
+    store.backend.fails = ("delete",)  # type: ignore[attr-defined]
+    assert store.reset()
+    store.backend.fails = ()  # type: ignore[attr-defined]
+    store.backend.delete(EPOCH)
+    assert not store.has("k") and store.epoch() == 1
+    assert ChunkStore(store.backend).epoch() == 1
 
 
 @pytest.mark.parametrize("is_tiered", [False, True])

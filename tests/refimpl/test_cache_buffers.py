@@ -272,3 +272,53 @@ def test_what_a_thread_raises_reaches_the_caller(staging: Staging[int]) -> None:
         list(staging.incoming(range(3), fails))
     with pytest.raises(StoreError, match="batch 0"):
         list(staging.outgoing(range(3), fails))
+
+
+def test_a_transfer_waits_for_what_an_ended_one_has_left_to_the_thread(
+    staging: Staging[str],
+) -> None:
+    """Otherwise the thread would store the next data under the key of the earlier ones."""
+    filled, stored = threading.Event(), {}
+
+    def drain(batch: str, buffer: Buffer) -> None:
+        if batch == "a":
+            filled.wait(0.1)
+        stored[batch] = buffer.get((0, "l"))
+
+    def store(batches: str, ends_at: str = "") -> None:
+        for batch, buffer in staging.outgoing(batches, drain):
+            if batch == ends_at:
+                raise ValueError
+            buffer.fill({(0, "l"): batch.encode()})
+
+    with pytest.raises(ValueError):
+        store("ab", ends_at="b")
+    for _, buffer in staging.outgoing("c", drain):
+        buffer.fill({(0, "l"): b"c"})
+        filled.set()
+    assert stored == {"a": b"a", "c": b"c"}
+
+
+def test_a_buffer_is_not_filled_for_an_ended_transfer_while_it_is_used(
+    staging: Staging[str],
+) -> None:
+    used, stored = threading.Event(), []
+
+    def fill(batch: str, buffer: Buffer) -> None:
+        if batch == "c":
+            used.wait(0.1)
+        buffer.fill({(0, "l"): batch.encode()})
+
+    def load(batches: str, ends_at: str) -> None:
+        for batch, _ in staging.incoming(batches, fill):
+            if batch == ends_at:
+                raise ValueError
+
+    with pytest.raises(ValueError):
+        load("abc", ends_at="b")
+    for _, buffer in staging.outgoing(
+        "x", lambda batch, buffer: stored.append(buffer.get((0, "l")))
+    ):
+        buffer.fill({(0, "l"): b"x"})
+        used.set()
+    assert stored == [b"x"]

@@ -69,6 +69,13 @@ def test_what_is_moved_is_there_whole_and_nowhere_else() -> None:
     assert cache.store.read("d") == before and [*cache.store.keys()] == ["a", "b", "c", "d"]
 
 
+def test_the_last_chunks_stay_if_a_level_is_too_small_for_a_move() -> None:
+    cache = Cache()
+    cache.controller.move(cache.chunks("abcd"), "host")
+    assert cache.at("ab") == {"host": 2, "disk": 0} and cache.at("cd") == {"host": 0, "disk": 2}
+    assert len(cache.holds) == 0
+
+
 def test_nothing_pinned_has_to_leave_for_a_move() -> None:
     cache = Cache()
     cache.controller.pin(cache.chunks("cd"))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvconform.refimpl.cache.backend import StoreError
+from kvconform.refimpl.cache.backend import Full, StoreError
 from kvconform.refimpl.cache.eviction import EVICTORS, Lfu, Lru
 from kvconform.refimpl.cache.holds import Holds
 from kvconform.refimpl.cache.memory import MemoryBackend
@@ -178,6 +178,112 @@ def test_a_level_that_fails_is_passed_over() -> None:
     assert contents(cache) == [[], ["k0", "k1"]] and cache.get("k0") == b"v0"
 
 
+class Small(MemoryBackend):
+    """Has room for `size` bytes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def set(self, key: str, value: bytes) -> None:
+        if len(value) > self.size:
+            raise StoreError("too large")
+        others = sum(len(other) for name, other in self._values.items() if name != key)
+        if others + len(value) > self.size:
+            raise Full("no room")
+        super().set(key, value)
+
+
+def test_a_level_that_is_full_in_bytes_evicts_as_many_as_it_has_to() -> None:
+    held: set[str] = set()
+    levels = [Level("small", Small(4), 64), Level("disk", MemoryBackend())]
+    cache = filled(Tiers(levels, held.__contains__), 5)
+    assert contents(cache) == [["k3", "k4"], ["k0", "k1", "k2"]]
+    assert cache.get("k0") == b"v0" and contents(cache)[0] == ["k0", "k4"]
+    cache.set("k4", b"new")  # in the place of its own old value
+    assert contents(cache)[0] == ["k4"] and levels[0].counts.evicted == 5
+    held.add("k4")
+    cache.set("other", b"xy")
+    assert contents(cache)[0] == ["k4"] and cache.get("other") == b"xy"
+    assert all(cache.exists(f"k{number}") for number in range(5)) and cache.lost == 0
+
+
+def test_a_level_that_refuses_for_another_reason_keeps_its_values() -> None:
+    levels = [Level("small", Small(4), 64), Level("disk", MemoryBackend())]
+    cache = filled(Tiers(levels, lambda key: False), 2)
+    cache.set("large", bytes(5))
+    assert contents(cache) == [["k0", "k1"], ["large"]] and levels[0].counts.evicted == 0
+
+
+def test_a_value_that_is_promoted_makes_room_further_down() -> None:
+    cache = filled(tiers(1, 1), 2)
+    assert cache.get("k0") == b"v0"
+    assert contents(cache) == [["k0"], ["k1"]]
+
+
+@pytest.mark.parametrize("evict", EVICTORS)
+def test_a_value_that_is_gone_is_no_entry(evict: str) -> None:
+    cache = filled(tiers(2, None, evict=evict), 2)
+    for _ in range(3):
+        cache.get("k0")
+    cache.levels[0].backend.delete("k0")  # by another process
+    assert cache.get("k0") is None
+    cache.set("k2", b"v2")
+    assert contents(cache)[0] == ["k1", "k2"] and cache.levels[0].counts.evicted == 0
+
+
+def test_what_another_engine_has_stored_counts_when_it_is_replaced() -> None:
+    cache = filled(tiers(1, 2), 3)
+    cache.levels[1].backend.set("theirs", b"old")
+    cache.set("theirs", b"new")
+    assert [len(keys) for keys in contents(cache)] == [1, 2]
+    assert cache.get("theirs") == b"new"
+
+
+class Watched(MemoryBackend):
+    """Notes which calls another thread could make at the same time."""
+
+    cache: Tiers
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unguarded: list[str] = []
+
+    def get(self, key: str) -> bytes | None:
+        self._look("get")
+        return super().get(key)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._look("set")
+        super().set(key, value)
+
+    def delete(self, key: str) -> None:
+        self._look("delete")
+        super().delete(key)
+
+    def _look(self, call: str) -> None:
+        def enter() -> None:
+            if self.cache._lock.acquire(blocking=False):
+                self.cache._lock.release()
+                self.unguarded.append(call)
+
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+
+
+def test_one_thread_at_a_time_moves_values() -> None:
+    upper, lower = Watched(), Watched()
+    cache = Tiers([Level("host", upper, 1), Level("disk", lower)], lambda key: False)
+    upper.cache = lower.cache = cache
+    filled(cache, 3)
+    assert cache.get("k0") and cache.peek("k1") and cache.move("k1", 0)
+    cache.replace("k1", b"new")
+    cache.flush()
+    cache.delete("k2")
+    assert upper.unguarded == lower.unguarded == []
+
+
 # -- evictors
 
 
@@ -263,7 +369,7 @@ class Machine(RuleBasedStateMachine):
             self.model[key] = value
         except StoreError:
             assert all(
-                level.entries.victim(self.cache._stays) is None for level in self.cache.levels
+                level.entries.victim(self.cache._must_stay) is None for level in self.cache.levels
             )
 
     @rule(key=keys)

@@ -19,7 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.plan import ReferenceMetadata
+from kvconform.refimpl.plan import Piece, ReferenceMetadata, Save
 
 BLOCK = 4
 
@@ -154,6 +154,23 @@ def test_what_was_stored_comes_back(where: str, options: dict[str, Any], tmp_pat
         second.num_computed_tokens = tokens or 0
     rig.step(second, 13 - (tokens or 0), table, new=True)
     assert rig.wrong(second, table, 13) == []
+
+
+def test_equal_saves_of_a_step_store_a_layer_without_a_hook_next_to_the_others(
+    tmp_path: Path,
+) -> None:
+    worker = (rig := Rig(str(tmp_path), layerwise=True)).worker
+    worker.register_kv_caches({**rig.layers, "of a drafter": torch.zeros(32, 1, BLOCK, 4)})
+    saves = tuple(
+        Save(req, 0, 4, (Piece("k", 0, slots),), (), False, (0, 4, 5, 0))
+        for req, slots in (("a", (4, 5, 6, 7)), ("b", (8, 9, 10, 11)))
+    )
+    worker.bind_connector_metadata(ReferenceMetadata(0, saves=saves))
+    worker.start_load_kv(SimpleNamespace(attn_metadata={}))
+    for name, layer in rig.layers.items():
+        worker.save_kv_layer(name, layer, None)
+    worker.wait_for_save()
+    assert worker._store.read("k").keys() == {*rig.layers, "of a drafter"}
 
 
 def test_a_lost_chunk_is_reported_and_nothing_computed_upon_it_is_stored(tmp_path: Path) -> None:

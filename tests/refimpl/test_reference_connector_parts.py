@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from kvconform.refimpl.cache.chunks import ChunkStore, open_store
+from kvconform.refimpl.cache.chunks import EPOCH, VALUES, ChunkStore, open_store
+from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.delay import Countdown
 from kvconform.refimpl.keys import extend_keys
 from kvconform.refimpl.paging import read_slots, slots_of, write_slots
@@ -209,7 +211,24 @@ def test_a_reset_while_a_file_is_written_keeps_nothing(
     assert other.epoch() == 1
     assert not other.has("k")
     assert list(other.keys()) == []
-    assert [path for path in tmp_path.rglob("*") if path.suffix != ".kv" and path.is_file()] == []
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [f"{EPOCH}.kv"]
+
+
+@pytest.mark.parametrize("commit", ["one", "many"])
+def test_what_a_reset_overtakes_leaves_no_value(commit: str) -> None:
+    class Overtaken(MemoryBackend):
+        def set(self, key: str, value: bytes) -> None:
+            if key.startswith(VALUES):
+                ChunkStore(self).reset()
+            super().set(key, value)
+
+    store = ChunkStore(Overtaken())
+    store.put(0, "k", "layer", b"data")
+    if commit == "one":
+        store.commit(0, "k")
+    else:
+        store.commit_many(0, ["k"])
+    assert [*store.backend.list()] == [EPOCH]
 
 
 def test_two_saves_of_one_chunk_in_a_step_store_it_whole(ranks: list[ChunkStore]) -> None:
@@ -230,6 +249,15 @@ def test_what_is_put_and_not_committed_in_a_step_is_dropped(ranks: list[ChunkSto
         store.put(0, "k", "1", b"layer 1")
         store.commit(0, "k")
     assert ranks[0].get("k", "0") is None and ranks[0].get("k", "1") == b"layer 1"
+
+
+def test_what_another_thread_has_put_is_not_dropped() -> None:
+    store = ChunkStore(MemoryBackend())
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(store.put, 0, "k", "layer", b"data").result()
+        store.discard()
+        thread.submit(store.commit, 0, "k").result()
+    assert store.get("k", "layer") == b"data"
 
 
 def test_what_an_earlier_epoch_still_writes_changes_no_chunk_of_this_one(
