@@ -11,6 +11,10 @@ class StoreError(Exception):
     """A back end did not do what was asked: it does not respond, is full, or is read-only."""
 
 
+class Refused(StoreError):
+    """A server responded that it does not do what was asked. It may do something else."""
+
+
 class MissingPackage(ModuleNotFoundError):
     """An optional package is not installed. `what` needs it, `extra` of kvconform installs it."""
 

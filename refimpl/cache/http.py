@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
-from kvconform.refimpl.cache.backend import StoreError
+from kvconform.refimpl.cache.backend import Refused, StoreError
 from kvconform.refimpl.cache.deadline import Deadline, Timed
 from kvconform.refimpl.cache.memory import MemoryBackend
 
@@ -83,7 +83,7 @@ class HttpBackend:
         if response.status == 404:
             return None
         if response.status != 200:
-            raise StoreError(f"the server responded with status {response.status}")
+            raise Refused(f"the server responded with status {response.status}")
         return body
 
 

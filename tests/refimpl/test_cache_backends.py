@@ -24,7 +24,7 @@ from kvconform.contract.loader import load_spec
 from kvconform.errors import UsageError
 from kvconform.process.servers import Servers
 from kvconform.refimpl.cache import s3, urls
-from kvconform.refimpl.cache.backend import MissingPackage, StoreError
+from kvconform.refimpl.cache.backend import MissingPackage, Refused, StoreError
 from kvconform.refimpl.cache.chunks import EPOCH, VALUES, ChunkStore, chunk_of, open_store
 from kvconform.refimpl.cache.file import FileBackend
 from kvconform.refimpl.cache.holds import Holds
@@ -486,6 +486,35 @@ def test_a_damaged_response_is_a_failing_store(
         store.reset()
 
 
+REFUSALS = {
+    "http": b"HTTP/1.1 507 Insufficient Storage\r\nContent-Length: 0\r\n\r\n",
+    "redis": b"-READONLY You can't write against a read only replica.\r\n",
+    "s3": b"HTTP/1.1 403 Forbidden\r\nContent-Length: 51\r\n\r\n"
+    b"<Error><Code>AccessDenied</Code><Message/> </Error>",
+}
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_a_server_that_refuses_a_call_is_still_called(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full or read-only server can be read."""
+    skip_without(kind)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "any")
+    with responding(REFUSALS[kind]) as port:
+        place = {"s3": f"s3://bucket?endpoint=http://127.0.0.1:{port}"}.get(
+            kind, f"{kind}://127.0.0.1:{port}"
+        )
+        backend = open_backend(place, BUSY)
+        assert isinstance(backend, Patient)
+        for _ in range(2):
+            with pytest.raises(Refused):
+                backend.set("k", b"value")
+        assert not backend.is_silent
+        backend.close()
+
+
 def test_redis_that_is_full_loses_what_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,10 +528,8 @@ def test_redis_that_is_full_loses_what_is_saved(
         server.config_set("maxmemory", "1mb")
         server.config_set("maxmemory-policy", "noeviction")
         for number in range(3):
-            Patient.silent.clear()
             store.put(0, f"big{number}", "layer", bytes(600_000))
             store.commit(0, f"big{number}")
-        Patient.silent.clear()
         assert store.lost >= 1 and store.get("k", "layer") == b"data"
 
 
