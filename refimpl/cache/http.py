@@ -12,6 +12,7 @@ import contextlib
 import hmac
 import http.client
 import json
+import re
 import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +26,8 @@ from kvconform.refimpl.cache.memory import MemoryBackend
 
 SECRET = "X-Store-Secret"
 """Header of a request to a server that asks for a secret."""
+LENGTH = re.compile("[0-9]{1,15}")
+"""Form of the length of a body."""
 KEYS = TypeAdapter(list[str])
 """The body of a response to POST."""
 
@@ -90,7 +93,8 @@ class HttpBackend:
 class Handler(BaseHTTPRequestHandler):
     """Handler of the server: GET, HEAD, PUT and DELETE of values, POST for a list or `/clear`.
 
-    With a `secret`, a request without it gets status 403, and does nothing.
+    With a `secret`, a request without it gets status 403, and does nothing. A request whose body
+    is not complete gets status 400, and does nothing: its client was killed.
     """
 
     protocol_version = "HTTP/1.1"
@@ -101,11 +105,22 @@ class Handler(BaseHTTPRequestHandler):
         """Return whether there is a request to handle. A refused one has its response already."""
         if not super().parse_request():
             return False
-        if self._is_admitted():
+        refusal = self._refusal()
+        if refusal is None:
             return True
-        self.close_connection = True  # the body is not read
-        self._respond(403)
+        self.close_connection = True  # a part of the body may not have been read
+        self._respond(refusal)
         return False
+
+    def _refusal(self) -> int | None:
+        """Read the body, and return None; or return the status of a request that is refused."""
+        if not self._is_admitted():
+            return 403
+        length = self.headers.get("Content-Length", "0")
+        if not LENGTH.fullmatch(length):
+            return 400
+        self._body = self.rfile.read(int(length))
+        return None if len(self._body) == int(length) else 400
 
     def _is_admitted(self) -> bool:
         given = self.headers.get(SECRET, "")
@@ -118,7 +133,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_PUT(self) -> None:
-        self.values.set(self._key(), self._body())
+        self.values.set(self._key(), self._body)
         self._respond(200)
 
     def do_DELETE(self) -> None:
@@ -126,7 +141,6 @@ class Handler(BaseHTTPRequestHandler):
         self._respond(200)
 
     def do_POST(self) -> None:
-        self._body()
         if self.path != "/clear":
             self._respond(200, json.dumps([*self.values.list(self._key())]).encode())
             return
@@ -136,9 +150,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def _key(self) -> str:
         return unquote(self.path.removeprefix("/values/"))
-
-    def _body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def _respond(self, status: int, body: bytes = b"") -> None:
         self.send_response(status)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from kvconform.refimpl.cache.backend import MissingPackage, Refused, StoreError
 from kvconform.refimpl.cache.chunks import EPOCH, VALUES, ChunkStore, chunk_of, open_store
 from kvconform.refimpl.cache.file import FileBackend
 from kvconform.refimpl.cache.holds import Holds
+from kvconform.refimpl.cache.http import Handler, HttpBackend
 from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.cache.patience import Patient
 from kvconform.refimpl.cache.seal import packed, seal, unpacked, unseal
@@ -349,6 +351,20 @@ def test_a_server_that_is_slow_or_gone_costs_one_time_out(
 
 
 @contextmanager
+def serving(server: socketserver.ThreadingTCPServer) -> Iterator[int]:
+    """Run a server, and yield its port."""
+    with server:
+        server.daemon_threads = True  # clients keep connections open
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
 def responding(response: bytes, slow_from: int | None = None) -> Iterator[int]:
     """Yield the port of a server that gives every request this response.
 
@@ -367,16 +383,30 @@ def responding(response: bytes, slow_from: int | None = None) -> Iterator[int]:
                             return
                         self.request.sendall(response[place : place + 1])
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True  # clients keep connections open
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    with serving(server) as port:
         try:
-            yield server.server_address[1]
+            yield port
         finally:
             ended.set()
-            server.shutdown()
-            thread.join()
+
+
+@pytest.mark.parametrize(
+    "length", ["1000", "-1", "many", "9" * 5000, ""], ids=lambda text: text[:5]
+)
+def test_a_body_that_is_cut_replaces_no_value(length: str) -> None:
+    """Its client was killed in the middle of the request. Nothing in the body is a request."""
+    values = MemoryBackend()
+    values.set("k", b"sound")
+    handler = type("Handler", (Handler,), {"values": values})
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=BUSY) as client:
+            head = f"PUT /values/k HTTP/1.1\r\nContent-Length: {length}\r\n\r\n"
+            client.sendall(head.encode() + b"GET /values/k HTTP/1.1\r\n\r\n")
+            client.shutdown(socket.SHUT_WR)
+            responses = client.makefile("rb").read()
+        assert responses.startswith(b"HTTP/1.1 400") and responses.count(b"HTTP/1.1 ") == 1
+        assert HttpBackend(f"http://127.0.0.1:{port}", BUSY).get("k") == b"sound"
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
