@@ -152,6 +152,106 @@ def test_files_are_private(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("end", ["", "/", "//", "/."])
+def test_the_directory_of_the_store_stays(end: str, tmp_path: Path) -> None:
+    """Also if it is empty. `delete` removes what it has made itself."""
+    root = tmp_path / "above" / "store"
+    root.mkdir(parents=True)
+    backend = open_backend(f"file:{root}{end}")
+    backend.set("a/b/c", b"value")
+    assert [*backend.list("a/")] == ["a/b/c"]
+    backend.delete("a/b/c")
+    assert root.is_dir() and [*root.iterdir()] == []
+
+
+def test_a_relative_path_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    backend = open_backend("store")
+    monkeypatch.chdir("/")
+    backend.set("a", b"value")
+    assert (tmp_path / "store" / "a.kv").is_file()
+
+
+@pytest.mark.parametrize("url", ["", "file:", "file://"])
+def test_an_empty_path_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="path of a store is empty"):
+        open_backend(url)
+
+
+@pytest.mark.parametrize("times", [1, 5, 1000])
+def test_a_directory_that_others_remove_is_made_again(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removals = iter(range(times))
+    mkdir = os.mkdir
+
+    def make_and_remove(path: str, mode: int) -> None:
+        mkdir(path, mode)
+        if next(removals, None) is not None:
+            os.rmdir(path)
+
+    monkeypatch.setattr(os, "mkdir", make_and_remove)
+    backend = FileBackend(str(tmp_path))
+    if times < 1000:
+        backend.set("a/b", b"value")
+        assert backend.get("a/b") == b"value"
+    else:
+        with pytest.raises(StoreError, match="removed again and again"):
+            backend.set("a/b", b"value")
+
+
+def test_a_directory_that_cannot_be_made_is_a_failing_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system reports for `/proc/a` that its parent is missing, which is there."""
+    mkdir = os.mkdir
+
+    def refuse(path: str, mode: int) -> None:
+        if path == str(tmp_path / "a"):
+            raise FileNotFoundError
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(StoreError):
+        FileBackend(str(tmp_path)).set("a/b", b"value")
+
+
+def test_two_writers_of_a_key_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, partials = os.replace, []
+    both = threading.Barrier(2, timeout=BUSY)
+
+    def replace_together(partial: str, path: str) -> None:
+        partials.append(partial)
+        both.wait()
+        replace(partial, path)
+
+    monkeypatch.setattr(os, "replace", replace_together)
+    backend = FileBackend(str(tmp_path))
+    writers = [threading.Thread(target=backend.set, args=("k", b"value")) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len(set(partials)) == 2 and backend.get("k") == b"value"
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    """A link in the place of a partial file is an error once, and is gone then."""
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"another file")
+    backend = FileBackend(str(tmp_path / "store"))
+    backend.set("k", b"old")
+    partial = f"k.kv.{os.getpid()}.{threading.get_ident()}.partial"
+    (tmp_path / "store" / partial).symlink_to(outside)
+    with pytest.raises(StoreError):
+        backend.set("k", b"value")
+    assert outside.read_bytes() == b"another file" and backend.get("k") == b"old"
+    backend.set("k", b"value")
+    assert backend.get("k") == b"value"
+
+
 # -- damage
 
 
