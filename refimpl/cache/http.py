@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote, urlsplit
 from pydantic import TypeAdapter, ValidationError
 
 from kvconform.refimpl.cache.backend import Refused, StoreError
-from kvconform.refimpl.cache.deadline import Deadline, Timed
+from kvconform.refimpl.cache.deadline import Deadline, connect
 from kvconform.refimpl.cache.memory import MemoryBackend
 
 SECRET = "X-Store-Secret"
@@ -73,11 +73,8 @@ class HttpBackend:
         deadline = Deadline()
         deadline.begin(self._patience)
         try:
-            with contextlib.closing(
-                http.client.HTTPConnection(self._place, timeout=self._patience)
-            ) as link:
-                link.connect()
-                link.sock = Timed(link.sock, deadline)
+            with contextlib.closing(http.client.HTTPConnection(self._place)) as link:
+                link.sock = connect(link.host, link.port, deadline)
                 link.request(method, f"/values/{quote(key, safe='')}", value, self._headers)
                 response = link.getresponse()
                 body = response.read()

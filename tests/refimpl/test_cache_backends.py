@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -530,6 +531,26 @@ def test_a_server_that_drips_costs_one_time_out(kind: str, call: str) -> None:
             getattr(backend, call)("k")
         assert time.monotonic() - began < 10  # all bytes would take 50 s
         backend.close()
+
+
+def test_a_host_with_many_addresses_costs_one_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    resolve = socket.getaddrinfo
+
+    def find(host: str, *arguments: Any, **options: Any) -> list[Any]:
+        found = resolve("127.0.0.1" if host == "many" else host, *arguments, **options)
+        return found * 5 if host == "many" else found
+
+    def wait(link: socket.socket, address: object) -> None:
+        calls.append(address)
+        time.sleep((link.gettimeout() or 0.0) + 0.01)
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+    monkeypatch.setattr(socket.socket, "connect", wait)
+    with pytest.raises(StoreError):
+        open_backend("http://many:1", 0.1).get("k")
+    assert calls == [("127.0.0.1", 1)]
 
 
 def test_a_call_has_the_time_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
