@@ -33,7 +33,7 @@ class Engine:
     def __init__(self, name: str, meeting: MemoryBackend) -> None:
         self.own = MemoryBackend()
         self.served = Served(self.own, name, meeting)
-        self.all = Neighbours(self.own, name, meeting, patience=1.0)
+        self.all = Neighbours(self.own, name, meeting, patience=20.0)
 
 
 def address_of(announced: bytes | None, name: str) -> str:
