@@ -15,6 +15,10 @@ class Full(StoreError):
     """There is no room for a value, and there may be if others are deleted."""
 
 
+class Refused(StoreError):
+    """A server responded that it does not do what was asked. It may do something else."""
+
+
 class MissingPackage(ModuleNotFoundError):
     """An optional package is not installed. `what` needs it, `extra` of kvconform installs it."""
 

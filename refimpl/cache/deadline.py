@@ -26,12 +26,17 @@ class Deadline(threading.local):
         """Start a call that may take this long."""
         self.end = time.monotonic() + seconds
 
-    @contextmanager
-    def limits(self, link: socket.socket) -> Iterator[None]:
-        """Give a socket no more time than is left. TimeoutError if none is."""
+    def left(self) -> float:
+        """Return the seconds that are left. TimeoutError if none are."""
         left = self.end - time.monotonic()
         if left <= 0:
             raise TimeoutError("the call took too long")
+        return left
+
+    @contextmanager
+    def limits(self, link: socket.socket) -> Iterator[None]:
+        """Give a socket no more time than is left. TimeoutError if none is."""
+        left = self.left()
         own = link.gettimeout()
         if own is not None and own <= left:
             yield
@@ -68,6 +73,23 @@ class Timed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
+
+
+def connect(host: str, port: int, deadline: Deadline) -> Timed:
+    """Connect to the first address of a host that accepts. OSError if none does in time.
+
+    The look-up of the host's name has no limit.
+    """
+    problem = OSError("the host has no address")
+    for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            link = socket.create_connection((str(address[0]), port), deadline.left())
+        except OSError as error:
+            problem = error
+            continue
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as http.client does
+        return Timed(link, deadline)
+    raise problem
 
 
 class _Reader(io.RawIOBase):

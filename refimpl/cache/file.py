@@ -19,12 +19,21 @@ EMPTY = "%"
 """Name of an empty part of a key; no other part is quoted like this."""
 
 
+ATTEMPTS = 10
+"""How often a file is written while other processes remove its directory."""
+
+
 class FileBackend:
-    """The file of key `a/b` is `<root>/a/b.kv`; directories have mode 0700, files 0600."""
+    """The file of key `a/b` is `<root>/a/b.kv`; directories have mode 0700, files 0600.
+
+    ValueError for an empty path.
+    """
 
     def __init__(self, root: str) -> None:
+        if not root:
+            raise ValueError("the path of a store is empty")
         # Paths are strings, not `Path`: every hook of the connector needs some.
-        self._root = root
+        self._root = os.path.abspath(root)
 
     @property
     def root(self) -> str:
@@ -45,13 +54,15 @@ class FileBackend:
 
     def set(self, key: str, value: bytes) -> None:
         path = self._path(key)
-        try:
+        for _ in range(ATTEMPTS):
             try:
                 self._write(path, value)
+                return
             except FileNotFoundError:
-                self._write(path, value)  # `delete` has just removed the directory: it was empty
-        except OSError as error:
-            raise StoreError(f"a file cannot be written: {error.strerror}") from error
+                continue  # `delete` has just removed the directory: it was empty
+            except OSError as error:
+                raise StoreError(f"a file cannot be written: {error.strerror}") from error
+        raise StoreError("a file cannot be written: its directory is removed again and again")
 
     def _write(self, path: str, value: bytes) -> None:
         """Write a file atomically: a reader sees the old file or the new one.
@@ -78,7 +89,8 @@ class FileBackend:
             return
         except FileNotFoundError:
             self._make(os.path.dirname(folder))
-            self._make(folder)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
 
     def list(self, prefix: str = "") -> Iterator[str]:
         folder = prefix.rpartition("/")[0]

@@ -7,20 +7,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, TypeVar
 
-from kvconform.refimpl.cache.backend import Backend, StoreError
+from kvconform.refimpl.cache.backend import Backend, Refused, StoreError
 from kvconform.refimpl.cache.batches import get_many, set_many
 
 T = TypeVar("T")
 
 PATIENCE = 1.0
-"""Default time-out of a call, and pause of all calls after a failed one, in seconds."""
+"""Default time-out of a call, and pause after a call without response, in seconds."""
 
 
 class Patient:
-    """A back end on a server, which this process does not call for a while after a failed call.
+    """A back end on a server, which this process does not call for a while if it did not respond.
 
     Without the pause, each hook of the connector would wait for the time-out again. The next
-    connector asks again.
+    connector asks again. A server that refuses a call has responded: one that is full can be read.
     """
 
     silent: ClassVar[dict[str, float]] = {}
@@ -42,6 +42,8 @@ class Patient:
             raise StoreError("the server did not respond to a recent call")
         try:
             return call()
+        except Refused:
+            raise
         except StoreError:
             self.silent[self._server] = time.monotonic() + self._patience
             raise

@@ -4,8 +4,9 @@
 Every engine serves its values over HTTP on the loopback device, and announces its address in a
 directory that all engines know. An engine that does not respond has nothing.
 
-With the address, an engine announces a random secret, which its server asks for: only processes
-that can read the directory can list, read or change the values.
+With the address, an engine announces a random secret. Clients and servers prove to each other that
+they know it, and do not send it. So only processes that can read the directory can list, read or
+change the values, and a process that listens on the port of an engine that was killed has none.
 """
 
 from __future__ import annotations

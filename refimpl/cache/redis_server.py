@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kvconform.refimpl.cache.backend import MissingPackage, StoreError
+from kvconform.refimpl.cache.backend import MissingPackage, Refused, StoreError
 from kvconform.refimpl.cache.deadline import Deadline, Timed
 
 T = TypeVar("T")
@@ -26,6 +26,7 @@ class RedisBackend:
             from redis.retry import Retry
         except ModuleNotFoundError:
             raise MissingPackage("a store at redis:", "redis") from None
+        self._refusal = redis.ResponseError
         self._patience = patience
         self._deadline = Deadline()
         self._server: Any = redis.Redis.from_url(
@@ -42,7 +43,8 @@ class RedisBackend:
         try:
             return call()
         except Exception as error:  # a damaged response raises any kind of error in the client
-            raise StoreError(f"Redis: {type(error).__name__}") from error
+            kind = Refused if isinstance(error, self._refusal) else StoreError
+            raise kind(f"Redis: {type(error).__name__}") from error
 
     def exists(self, key: str) -> bool:
         return self._call(lambda: bool(self._server.exists(PREFIX + key)))

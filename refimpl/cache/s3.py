@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
-from kvconform.refimpl.cache.backend import MissingPackage, StoreError
+from kvconform.refimpl.cache.backend import MissingPackage, Refused, StoreError
 
 T = TypeVar("T")
 
@@ -49,9 +49,12 @@ class S3Backend:
         try:
             return call()
         except Exception as error:  # a damaged response raises errors of any kind
-            if _code(error) in GONE:
+            code = _code(error)
+            if code in GONE:
                 return gone
-            raise StoreError(f"S3: {_code(error) or type(error).__name__}") from error
+            if code:
+                raise Refused(f"S3: {code}") from error
+            raise StoreError(f"S3: {type(error).__name__}") from error
 
     def _named(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + key}
@@ -69,7 +72,7 @@ class S3Backend:
         if self._call(put) is None:  # there is no bucket
             self._call(lambda: self._client.create_bucket(Bucket=self._bucket))
             if self._call(put) is None:
-                raise StoreError("S3: there is no bucket, although it was made")
+                raise Refused("S3: there is no bucket, although it was made")
 
     def list(self, prefix: str = "") -> Iterator[str]:
         pages = self._client.get_paginator("list_objects_v2").paginate(

@@ -29,7 +29,8 @@ def open_backend(url: str, patience: float = PATIENCE) -> Backend:
     """Open `memory:NAME`, `pinned:BYTES`, `device:BYTES`, `file:PATH`, a path, or a server's URL.
 
     `patience`: seconds until a call of a server fails, and for which it is then not called.
-    ValueError for another scheme. MissingPackage if the back end needs a package that is missing.
+    ValueError for another scheme, or an empty path. MissingPackage if the back end needs a package
+    that is missing.
     """
     scheme, colon, rest = url.partition(":")
     if scheme == "memory":

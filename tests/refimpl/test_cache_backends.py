@@ -15,7 +15,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +28,11 @@ from kvconform.contract.loader import load_spec
 from kvconform.errors import UsageError
 from kvconform.process.servers import Servers
 from kvconform.refimpl.cache import s3, urls
-from kvconform.refimpl.cache.backend import MissingPackage, StoreError
+from kvconform.refimpl.cache.backend import MissingPackage, Refused, StoreError
 from kvconform.refimpl.cache.chunks import EPOCH, VALUES, ChunkStore, chunk_of, open_store
 from kvconform.refimpl.cache.file import FileBackend
 from kvconform.refimpl.cache.holds import Holds
+from kvconform.refimpl.cache.http import Handler, HttpBackend
 from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.cache.patience import Patient
 from kvconform.refimpl.cache.seal import packed, seal, unpacked, unseal
@@ -150,6 +153,106 @@ def test_files_are_private(tmp_path: Path) -> None:
         "new/store/a": 0o700,
         "new/store/a/b.kv": 0o600,
     }
+
+
+@pytest.mark.parametrize("end", ["", "/", "//", "/."])
+def test_the_directory_of_the_store_stays(end: str, tmp_path: Path) -> None:
+    """Also if it is empty. `delete` removes what it has made itself."""
+    root = tmp_path / "above" / "store"
+    root.mkdir(parents=True)
+    backend = open_backend(f"file:{root}{end}")
+    backend.set("a/b/c", b"value")
+    assert [*backend.list("a/")] == ["a/b/c"]
+    backend.delete("a/b/c")
+    assert root.is_dir() and [*root.iterdir()] == []
+
+
+def test_a_relative_path_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    backend = open_backend("store")
+    monkeypatch.chdir("/")
+    backend.set("a", b"value")
+    assert (tmp_path / "store" / "a.kv").is_file()
+
+
+@pytest.mark.parametrize("url", ["", "file:", "file://"])
+def test_an_empty_path_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="path of a store is empty"):
+        open_backend(url)
+
+
+@pytest.mark.parametrize("times", [1, 5, 1000])
+def test_a_directory_that_others_remove_is_made_again(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removals = iter(range(times))
+    mkdir = os.mkdir
+
+    def make_and_remove(path: str, mode: int) -> None:
+        mkdir(path, mode)
+        if next(removals, None) is not None:
+            os.rmdir(path)
+
+    monkeypatch.setattr(os, "mkdir", make_and_remove)
+    backend = FileBackend(str(tmp_path))
+    if times < 1000:
+        backend.set("a/b", b"value")
+        assert backend.get("a/b") == b"value"
+    else:
+        with pytest.raises(StoreError, match="removed again and again"):
+            backend.set("a/b", b"value")
+
+
+def test_a_directory_that_cannot_be_made_is_a_failing_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system reports for `/proc/a` that its parent is missing, which is there."""
+    mkdir = os.mkdir
+
+    def refuse(path: str, mode: int) -> None:
+        if path == str(tmp_path / "a"):
+            raise FileNotFoundError
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(StoreError):
+        FileBackend(str(tmp_path)).set("a/b", b"value")
+
+
+def test_two_writers_of_a_key_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, partials = os.replace, []
+    both = threading.Barrier(2, timeout=BUSY)
+
+    def replace_together(partial: str, path: str) -> None:
+        partials.append(partial)
+        both.wait()
+        replace(partial, path)
+
+    monkeypatch.setattr(os, "replace", replace_together)
+    backend = FileBackend(str(tmp_path))
+    writers = [threading.Thread(target=backend.set, args=("k", b"value")) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len(set(partials)) == 2 and backend.get("k") == b"value"
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    """A link in the place of a partial file is an error once, and is gone then."""
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"another file")
+    backend = FileBackend(str(tmp_path / "store"))
+    backend.set("k", b"old")
+    partial = f"k.kv.{os.getpid()}.{threading.get_ident()}.partial"
+    (tmp_path / "store" / partial).symlink_to(outside)
+    with pytest.raises(StoreError):
+        backend.set("k", b"value")
+    assert outside.read_bytes() == b"another file" and backend.get("k") == b"old"
+    backend.set("k", b"value")
+    assert backend.get("k") == b"value"
 
 
 # -- damage
@@ -370,6 +473,20 @@ def test_a_server_that_is_slow_or_gone_costs_one_time_out(
 
 
 @contextmanager
+def serving(server: socketserver.ThreadingTCPServer) -> Iterator[int]:
+    """Run a server, and yield its port."""
+    with server:
+        server.daemon_threads = True  # clients keep connections open
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
 def responding(response: bytes, slow_from: int | None = None) -> Iterator[int]:
     """Yield the port of a server that gives every request this response.
 
@@ -388,16 +505,30 @@ def responding(response: bytes, slow_from: int | None = None) -> Iterator[int]:
                             return
                         self.request.sendall(response[place : place + 1])
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True  # clients keep connections open
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    with serving(server) as port:
         try:
-            yield server.server_address[1]
+            yield port
         finally:
             ended.set()
-            server.shutdown()
-            thread.join()
+
+
+@pytest.mark.parametrize(
+    "length", ["1000", "-1", "many", "9" * 5000, ""], ids=lambda text: text[:5]
+)
+def test_a_body_that_is_cut_replaces_no_value(length: str) -> None:
+    """Its client was killed in the middle of the request. Nothing in the body is a request."""
+    values = MemoryBackend()
+    values.set("k", b"sound")
+    handler = type("Handler", (Handler,), {"values": values})
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=BUSY) as client:
+            head = f"PUT /values/k HTTP/1.1\r\nContent-Length: {length}\r\n\r\n"
+            client.sendall(head.encode() + b"GET /values/k HTTP/1.1\r\n\r\n")
+            client.shutdown(socket.SHUT_WR)
+            responses = client.makefile("rb").read()
+        assert responses.startswith(b"HTTP/1.1 400") and responses.count(b"HTTP/1.1 ") == 1
+        assert HttpBackend(f"http://127.0.0.1:{port}", BUSY).get("k") == b"sound"
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
@@ -421,6 +552,26 @@ def test_a_server_that_drips_costs_one_time_out(kind: str, call: str) -> None:
             getattr(backend, call)("k")
         assert time.monotonic() - began < 10  # all bytes would take 50 s
         backend.close()
+
+
+def test_a_host_with_many_addresses_costs_one_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    resolve = socket.getaddrinfo
+
+    def find(host: str, *arguments: Any, **options: Any) -> list[Any]:
+        found = resolve("127.0.0.1" if host == "many" else host, *arguments, **options)
+        return found * 5 if host == "many" else found
+
+    def wait(link: socket.socket, address: object) -> None:
+        calls.append(address)
+        time.sleep((link.gettimeout() or 0.0) + 0.01)
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+    monkeypatch.setattr(socket.socket, "connect", wait)
+    with pytest.raises(StoreError):
+        open_backend("http://many:1", 0.1).get("k")
+    assert calls == [("127.0.0.1", 1)]
 
 
 def test_a_call_has_the_time_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,6 +658,35 @@ def test_a_damaged_response_is_a_failing_store(
         store.reset()
 
 
+REFUSALS = {
+    "http": b"HTTP/1.1 507 Insufficient Storage\r\nContent-Length: 0\r\n\r\n",
+    "redis": b"-READONLY You can't write against a read only replica.\r\n",
+    "s3": b"HTTP/1.1 403 Forbidden\r\nContent-Length: 51\r\n\r\n"
+    b"<Error><Code>AccessDenied</Code><Message/> </Error>",
+}
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_a_server_that_refuses_a_call_is_still_called(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full or read-only server can be read."""
+    skip_without(kind)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "any")
+    with responding(REFUSALS[kind]) as port:
+        place = {"s3": f"s3://bucket?endpoint=http://127.0.0.1:{port}"}.get(
+            kind, f"{kind}://127.0.0.1:{port}"
+        )
+        backend = open_backend(place, BUSY)
+        assert isinstance(backend, Patient)
+        for _ in range(2):
+            with pytest.raises(Refused):
+                backend.set("k", b"value")
+        assert not backend.is_silent
+        backend.close()
+
+
 def test_redis_that_is_full_loses_what_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -520,10 +700,8 @@ def test_redis_that_is_full_loses_what_is_saved(
         server.config_set("maxmemory", "1mb")
         server.config_set("maxmemory-policy", "noeviction")
         for number in range(3):
-            Patient.silent.clear()
             store.put(0, f"big{number}", "layer", bytes(600_000))
             store.commit(0, f"big{number}")
-        Patient.silent.clear()
         assert store.lost >= 1 and store.get("k", "layer") == b"data"
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +18,7 @@ import pytest
 
 from kvconform.refimpl.cache import peers
 from kvconform.refimpl.cache.backend import StoreError
-from kvconform.refimpl.cache.http import SECRET, HttpBackend
+from kvconform.refimpl.cache.http import NONCE, SIGNATURE, Handler, HttpBackend, signed
 from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.cache.patience import Patient
 from kvconform.refimpl.cache.peers import ADDRESSES, Neighbours, Served
@@ -32,7 +33,7 @@ class Engine:
     def __init__(self, name: str, meeting: MemoryBackend) -> None:
         self.own = MemoryBackend()
         self.served = Served(self.own, name, meeting)
-        self.all = Neighbours(self.own, name, meeting, patience=1.0)
+        self.all = Neighbours(self.own, name, meeting, patience=20.0)
 
 
 def address_of(announced: bytes | None, name: str) -> str:
@@ -107,7 +108,7 @@ def test_an_engine_that_crashed_costs_one_call(
     one.served._meeting.delete("peers/one")
 
 
-@pytest.mark.parametrize("header", [{}, {SECRET: ""}, {SECRET: "guessed"}, {SECRET: "\xe4"}])
+@pytest.mark.parametrize("signature", [None, "", "guessed", "\xe4", "of another request"])
 @pytest.mark.parametrize(
     ("method", "path"),
     [
@@ -121,16 +122,120 @@ def test_an_engine_that_crashed_costs_one_call(
     ],
 )
 def test_a_request_without_the_secret_does_nothing(
-    engines: list[Engine], method: str, path: str, header: dict[str, str]
+    engines: list[Engine], method: str, path: str, signature: str | None
 ) -> None:
     one = engines[0]
     one.all.set("a", b"private")
+    header = {} if signature is None else {NONCE: "1", SIGNATURE: signature}
+    if signature == "of another request":
+        secret = str(urlsplit(address_of(one.served._meeting.get("peers/one"), "one")).password)
+        header[SIGNATURE] = signed(secret, "request", "GET", "/values/other", "1")
     link = http.client.HTTPConnection("127.0.0.1", one.served._server.server_port, timeout=20)
     link.request(method, path, b"", header)
     response = link.getresponse()
     assert response.status == 403 and response.read() == b""
     link.close()
     assert {key: one.own.get(key) for key in one.own.list()} == {"a": b"private"}
+
+
+def test_nothing_in_the_body_of_a_refused_request_is_a_request(engines: list[Engine]) -> None:
+    place = ("127.0.0.1", engines[0].served._server.server_port)
+    with socket.create_connection(place, timeout=20) as client:
+        inner = b"GET /values/a HTTP/1.1\r\n\r\n"
+        client.sendall(b"PUT /values/a HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(inner) + inner)
+        responses = client.makefile("rb").read()
+    assert responses.startswith(b"HTTP/1.1 403") and responses.count(b"HTTP/1.1 ") == 1
+
+
+class Foreign(Handler):
+    """A server that answers every request with a value, and knows no secret."""
+
+    seen: list[str] = []
+    signature: str | None = None
+
+    def do_GET(self) -> None:
+        self.seen.append(f"{self.requestline} {self.headers}")
+        self.send_response(200)
+        self.send_header("Content-Length", "6")
+        if self.signature is not None:
+            self.send_header(SIGNATURE, self.signature)
+        elif SIGNATURE in self.headers:
+            self.send_header(SIGNATURE, self.headers[SIGNATURE])
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else b"forged")
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+
+@contextlib.contextmanager
+def listening(port: int, handler: type[Handler]) -> Iterator[int]:
+    """Run a server on a port, and yield its port."""
+    with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+        server.daemon_threads = False
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("signature", ["", "guessed", "\xe4", None])
+def test_a_process_that_took_the_port_of_an_engine_is_no_peer(
+    engines: list[Engine], signature: str | None
+) -> None:
+    """It learns no secret, and what it responds is not taken. None: the request's signature."""
+    one, two, _ = engines
+    announced = one.served._meeting.get("peers/one") or b""
+    url = urlsplit(address_of(announced, "one"))
+    one.served.close()
+    one.served._meeting.set("peers/one", announced)  # it was killed
+    handler = type("Handler", (Foreign,), {"seen": [], "signature": signature})
+    with listening(url.port or 0, handler):
+        assert two.all.get("a") is None
+        Patient.silent.clear()
+        assert not two.all.exists("a")
+        Patient.silent.clear()
+        assert [*two.all.list()] == []
+        Patient.silent.clear()
+        two.all.delete("a")
+    one.served._meeting.delete("peers/one")
+    assert len(handler.seen) == 4
+    assert not any(str(url.password) in request for request in handler.seen)
+
+
+@pytest.mark.parametrize("changed", [None, 0, 1, 2, 3, 4, "body"])
+def test_a_signature_is_that_of_one_response(changed: int | str | None) -> None:
+    """A response to another request, with another status or another body, is not taken."""
+
+    class Signing(Handler):
+        def do_GET(self) -> None:
+            parts = ["response", self.command, self.path, self.headers[NONCE], "200"]
+            if isinstance(changed, int):
+                parts[changed] = "other"
+            self.send_response(200)
+            self.send_header(SIGNATURE, signed("secret", *parts, body=b"value"))
+            self.send_header("Content-Length", "5")
+            self.end_headers()
+            self.wfile.write(b"other" if changed == "body" else b"value")
+
+    with listening(0, Signing) as port:
+        backend = HttpBackend(f"http://:secret@127.0.0.1:{port}", 20)
+        if changed is None:
+            assert backend.get("k") == b"value"
+        else:
+            with pytest.raises(StoreError, match="knows the secret"):
+                backend.get("k")
+
+
+def test_each_call_has_a_nonce_of_its_own() -> None:
+    handler = type("Handler", (Foreign,), {"seen": []})
+    with listening(0, handler) as port:
+        for _ in range(2):
+            with pytest.raises(StoreError):
+                HttpBackend(f"http://:secret@127.0.0.1:{port}", 20).get("k")
+    assert len(set(handler.seen)) == 2
 
 
 def test_each_engine_has_a_secret_of_its_own_that_names_no_server(engines: list[Engine]) -> None:
@@ -149,6 +254,31 @@ def test_each_engine_has_a_secret_of_its_own_that_names_no_server(engines: list[
 
 def test_a_process_that_closes_nothing_ends(engines: list[Engine]) -> None:
     assert all(engine.served._thread.daemon for engine in engines)
+
+
+def test_closing_waits_for_a_request_under_way() -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(MemoryBackend):
+        def get(self, key: str) -> bytes | None:
+            begun.set()
+            goes_on.wait(20)
+            return b"value"
+
+    meeting, found = MemoryBackend(), []
+    served = Served(Slow(), "one", meeting)
+    backend = HttpBackend(address_of(meeting.get("peers/one"), "one"), 20)
+    reading = threading.Thread(target=lambda: found.append(backend.get("k")))
+    closing = threading.Thread(target=served.close)
+    reading.start()
+    assert begun.wait(20)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    goes_on.set()
+    closing.join()
+    reading.join()
+    assert found == [b"value"]
 
 
 def test_an_engine_that_cannot_announce_itself_serves_nothing() -> None:
