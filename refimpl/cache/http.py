@@ -188,7 +188,8 @@ class Handler(BaseHTTPRequestHandler):
             parts = (self.command, self.path, self._nonce(), str(status))
             self.send_header(SIGNATURE, signed(self.secret, "response", *parts, body=sent))
         self.end_headers()
-        self.wfile.write(sent)
+        if sent:
+            self.wfile.write(sent)  # also an empty write fails if the client is gone
 
     def log_message(self, *_: object) -> None:
         """Log nothing."""
