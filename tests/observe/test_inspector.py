@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,32 +12,16 @@ pytest.importorskip("vllm")
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
 from kvconform.judge.records import CaseReport
-from kvconform.refimpl.variants.tiers import CacheInspector, Tiered
 from kvconform.run.case import run_and_judge
-
-
-class CacheOnly(Tiered):
-    """Shows its cache, and no plans."""
-
-    def kvconform_inspector(self) -> Any:
-        full = CacheInspector(self)
-        return SimpleNamespace(cache=full.cache, cached=full.cached)
-
-
-class PlansOnly(Tiered):
-    """Shows its plans, and no cache."""
-
-    def kvconform_inspector(self) -> Any:
-        return SimpleNamespace(plan=CacheInspector(self).plan)
 
 
 def judged(name: str, tmp: Path) -> CaseReport:
     spec = load_spec()
     variant = spec.cases["cache.demoted"].variants(["reference"], ["sync"])[0]
     target = Target(
-        f"{__name__}:{name}",
+        f"shown_rig:{name}",
         {"store": "{tmp}/store"},
-        capabilities={"store": True, "saves": "all", "best_effort": False, "persistent": False},
+        capabilities={"store": True, "saves": "all", "best_effort": False},
     )
     return run_and_judge(variant, target, spec, seed=0, tmp=tmp)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -705,6 +706,18 @@ def test_redis_that_is_full_loses_what_is_saved(
         assert store.lost >= 1 and store.get("k", "layer") == b"data"
 
 
+def _wait_for(client: Any) -> None:
+    """Wait until Redis answers: it accepts connections before it has read its data."""
+    import redis
+
+    for _ in range(600):
+        with contextlib.suppress(redis.exceptions.RedisError):
+            client.ping()
+            return
+        time.sleep(0.1)
+    pytest.fail("Redis does not answer")
+
+
 def test_redis_has_what_it_has_written_to_its_disk_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -719,6 +732,7 @@ def test_redis_has_what_it_has_written_to_its_disk_after_a_restart(
             if key == "kept":
                 redis.Redis.from_url(url).save()
         servers.restart("redis")
+        _wait_for(redis.Redis.from_url(url))
         Patient.silent.clear()
         for again in (store, open_store(url, patience=BUSY)):
             again.discard()
