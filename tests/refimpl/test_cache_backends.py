@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
@@ -711,7 +710,7 @@ def _wait_for(client: Any) -> None:
     import redis
 
     for _ in range(600):
-        with contextlib.suppress(redis.exceptions.RedisError):
+        with suppress(redis.exceptions.RedisError):
             client.ping()
             return
         time.sleep(0.1)
