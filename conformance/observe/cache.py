@@ -169,18 +169,18 @@ class CacheObserver:
         while (state := self._look())["held"] and clock.monotonic() < deadline:
             time.sleep(POLL)
         deadline = clock.monotonic() + min(patience, PROMOTES)
-        while self._unpromoted:
-            request, end = self._unpromoted.pop()
+        for request, end in self._unpromoted:
             while self._could_be_promoted(request, end) and clock.monotonic() < deadline:
                 time.sleep(POLL)
             self._note_loaded(request, end)
+        self.release()
         for level, lookups in self._chances.items():
             name = state["levels"][level]["name"]
             self.trace.emit("cache.reached", level=name, lookups=lookups)
         self.trace.emit("cache.ended", **state)
 
     def release(self) -> None:
-        """Keep no request any longer; for an engine that does not come to rest."""
+        """Keep no request any longer, also if the engine does not come to rest."""
         self._unpromoted.clear()
 
     def _note_loaded(self, request: Any, end: int) -> None:

@@ -24,7 +24,10 @@ OTHER = ".kvconform-damaged"
 
 
 def damage_files(folder: Path, how: str) -> int:
-    """Damage every regular file below `folder` that is not empty; return their number."""
+    """Damage every regular file below `folder`; return how many were damaged.
+
+    An empty file can only be removed.
+    """
     count = 0
     # A thread of the connector's may remove files and directories meanwhile.
     for parent, _, names in sorted(os.walk(folder)):
@@ -35,7 +38,7 @@ def damage_files(folder: Path, how: str) -> int:
 
 
 def _damage(path: Path, how: str) -> bool:
-    """Damage a file; return whether it was. Neither links nor empty files are."""
+    """Damage a file; return whether it was. A link never is."""
     if path.is_symlink() or not path.is_file():
         return False
     data = path.read_bytes()
