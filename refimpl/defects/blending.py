@@ -7,8 +7,11 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from kvconform.refimpl.keys import digest
-from kvconform.refimpl.variants.blending import Blending
+from kvconform.refimpl.plan import Save
+from kvconform.refimpl.variants.blending import CONTEXT, Blending, PlacedPiece
 
 
 class FindsOtherTokens(Blending):
@@ -34,6 +37,25 @@ class TurnsBack(Blending):
 
     def _turn(self, layer: str, slots: Sequence[int], by: int) -> None:
         super()._turn(layer, slots, -by)
+
+
+class MixesPositions(Blending):
+    """Stores the KV of the last of the equal chunks in a step, with the position of the first."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._first: dict[str, bytes] = {}
+
+    def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
+        super()._save_layer(epoch, save, layer, kv_layer)
+        for piece in save.pieces:
+            assert isinstance(piece, PlacedPiece)
+            context = self._first.setdefault(piece.key, piece.context.encode())
+            self._store.put(epoch, piece.key, CONTEXT, context)
+
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        self._first.clear()
 
 
 class RecomputesNothing(Blending):

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,6 @@ from kvconform.refimpl.packing import Keys, instructions_of
 from kvconform.refimpl.plan import Piece, Save
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
     from kvconform.refimpl.tracking import Tracked
@@ -42,18 +41,6 @@ class BlendOptions(Options):
     """The part of the tokens behind reused chunks that the engine computes again."""
     neox: bool = True
     """Whether the model's rotary embedding is NeoX-style, or else GPT-J-style."""
-
-    @classmethod
-    def of(cls, vllm_config: VllmConfig) -> Self:
-        """See Options. ValueError also for `layerwise`.
-
-        Requests of one step may have the same chunk at different positions. Layer by layer, the
-        position of one would be stored with the KV of another.
-        """
-        options = super().of(vllm_config)
-        if options.layerwise:
-            raise ValueError("blending saves whole chunks: layerwise must be false")
-        return options
 
 
 class Context(NamedTuple):
@@ -158,12 +145,13 @@ class Blending(ReferenceConnector):
 
     # -- Worker half
 
-    def _save(self, epoch: int, save: Save, layers: Iterable[str]) -> None:
+    def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
+        """Put the context with every layer: another request's equal chunk may be elsewhere."""
+        super()._save_layer(epoch, save, layer, kv_layer)
         if self._is_sound(save):
             for piece in save.pieces:
                 assert isinstance(piece, PlacedPiece)
                 self._store.put(epoch, piece.key, CONTEXT, piece.context.encode())
-        super()._save(epoch, save, layers)
 
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         assert isinstance(piece, PlacedPiece)

@@ -15,7 +15,7 @@ They cover, by section of systems.md:
 - C5: engines that find each other's KV (`neighbours`);
 - C6: a controller (`controlled`);
 - C7: codecs (`int8`, `int4`, `entropy-coded`);
-- C8: chunks that are not a prefix (`blending`);
+- C8: chunks that are not a prefix (`blending`, `blending-layerwise`);
 - C10: counters (`metered`);
 - C9: layers on streams, with few staging buffers (`STREAMED`, `staged`).
 
@@ -113,6 +113,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"codec": "int4-zstd", "load": "async", "async_saves": True},
     ),
     "blending": (f"{HERE}.blending:Blending", {}),
+    "blending-layerwise": (f"{HERE}.blending:Blending", {"layerwise": True}),
     "consuming": (f"{HERE}.plain:Consuming", {}),
     "plain": (f"{HERE}.plain:Plain", {}),
     "zeros": (f"{HERE}.zeros:Zeros", {}),

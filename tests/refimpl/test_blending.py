@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of what the blending connector refuses."""
+"""Tests of the blending connector: what it refuses, and equal chunks in one step."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from kvconform.config.target import Target
+from kvconform.contract.case import Case, Variant
+from kvconform.contract.loader import load_spec
 from kvconform.refimpl.variants.blending import Blending
+from kvconform.run.case import run_and_judge
 
 
 def config_of(*, use_mla: bool, **options: Any) -> Any:
@@ -29,14 +34,54 @@ def config_of(*, use_mla: bool, **options: Any) -> Any:
 GROUPS: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (config_of(use_mla=False, layerwise=True), "layerwise must be false"),
-        (config_of(use_mla=True), "latent KV"),
-    ],
-)
-def test_what_would_be_stored_or_loaded_wrongly_is_refused(config: Any, message: str) -> None:
+def test_latent_kv_is_refused() -> None:
     Blending(config_of(use_mla=False), KVConnectorRole.WORKER, GROUPS)
-    with pytest.raises(ValueError, match=message):
-        Blending(config, KVConnectorRole.WORKER, GROUPS)
+    with pytest.raises(ValueError, match="latent KV"):
+        Blending(config_of(use_mla=True), KVConnectorRole.WORKER, GROUPS)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_equal_chunks_of_a_step_have_the_kv_of_their_position(
+    engine: str, layerwise: bool, tmp_path: Path
+) -> None:
+    """Two requests of a step have the same tokens, at different positions."""
+    spec = load_spec()
+    steps = [
+        {"add": {"req": "a", "prompt": 24, "max_tokens": 1}},
+        {
+            "add": {
+                "req": "b",
+                "prompt": {"parts": [{"new": 8}, {"of": "a", "tokens": 20}]},
+                "max_tokens": 1,
+            }
+        },
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "c", "prompt": {"same": "a"}, "max_tokens": 2}},
+        {"add": {"req": "d", "prompt": {"same": "b"}, "max_tokens": 2}},
+        {"run": {}},
+    ]
+    case = Case.model_validate(
+        {
+            "id": "lifecycle.twice",
+            "area": "lifecycle",
+            "text": "Equal chunks in one step.",
+            "steps": steps,
+            "provokes": [{"loads": "c"}],
+        },
+        strict=False,
+    )
+    options = {"store": "{tmp}/store", "layerwise": layerwise}
+    variant = Variant(case, engine, "sync", "v1", 1, 4)
+    report = run_and_judge(
+        variant,
+        Target("kvconform.refimpl.variants.blending:Blending", options),
+        spec,
+        seed=0,
+        tmp=tmp_path / "run",
+    )
+    assert not report.unmet and report.harness_error is None
+    assert not [row.message for row in report.rows if row.verdict in ("FAIL", "ERROR")]
+    due = [event for event in report.trace if event["kind"] == "load.due"]
+    assert due and not any(event["reported_failed"] or event["missing"] for event in due)

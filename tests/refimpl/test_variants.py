@@ -26,7 +26,8 @@ CASES = (
     "speculation.mixed",
 )
 MATTERS = {  # what is only different elsewhere
-    "blending": ("identity.blended", "identity.same-middle"),
+    "blending": ("identity.blended", "identity.blended-in-step", "identity.same-middle"),
+    "blending-layerwise": ("identity.blended-in-step",),
     "buffered": ("cache.prefetched",),
     "buffered-async": ("cache.prefetched",),
     "chunk-256": ("chunked.large-chunks",),
