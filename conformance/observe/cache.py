@@ -134,11 +134,11 @@ class CacheObserver:
             arrived = event["kind"] == "load.due" and not event["missing"]
             if arrived and not event["reported_failed"] and event["req"] in self._requests:
                 request = self._requests[event["req"]]
-                end = event["local"] + event["granted"]
-                if self._could_be_promoted(request, end):
-                    self._unpromoted.append((request, end))
+                loaded = self._loaded(request, event["local"] + event["granted"], state)
+                if _waits_for_promotion(loaded):
+                    self._unpromoted.append((request, loaded["end"]))
                 else:
-                    self._note_loaded(request, end)
+                    self.trace.emit("cache.loaded", **loaded)
         if state != self._last:
             self._last = state
             self.trace.emit("cache.state", **state)
@@ -170,9 +170,11 @@ class CacheObserver:
             time.sleep(POLL)
         deadline = clock.monotonic() + min(patience, PROMOTES)
         for request, end in self._unpromoted:
-            while self._could_be_promoted(request, end) and clock.monotonic() < deadline:
+            loaded = self._loaded(request, end, self._look())
+            while _waits_for_promotion(loaded) and clock.monotonic() < deadline:
                 time.sleep(POLL)
-            self._note_loaded(request, end)
+                loaded = self._loaded(request, end, self._look())
+            self.trace.emit("cache.loaded", **loaded)
         self.release()
         for level, lookups in self._chances.items():
             name = state["levels"][level]["name"]
@@ -183,14 +185,10 @@ class CacheObserver:
         """Keep no request any longer, also if the engine does not come to rest."""
         self._unpromoted.clear()
 
-    def _note_loaded(self, request: Any, end: int) -> None:
-        self.trace.emit(
-            "cache.loaded",
-            req=request.request_id,
-            end=end,
-            cached=self._cached(request),
-            room=_has_room(self._look()),
-        )
+    def _loaded(self, request: Any, end: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of cache.loaded. `state`: what `_look` has just returned."""
+        cached, room = self._cached(request), _has_room(state)
+        return {"req": request.request_id, "end": end, "cached": cached, "room": room}
 
     def _cached(self, request: Any) -> list[int]:
         """Return the tokens that the levels have. UsageError if there is none per level."""
@@ -221,11 +219,6 @@ class CacheObserver:
         except Exception as error:
             raise UsageError(f"{asked} raised {type(error).__name__}: {error}") from error
         return answer
-
-    def _could_be_promoted(self, request: Any, end: int) -> bool:
-        """Return whether the first level has room, and not yet what was loaded up to `end`."""
-        cached = self._cached(request)
-        return cached[0] < end <= cached[-1] and _has_room(self._look())
 
     def measure(self, patience: float) -> None:
         """Emit the sizes of the levels, which are compared with the KV of this engine.
@@ -290,6 +283,12 @@ def evicted(
         count += max(0, min(len(gone), surplus) - moved_up)
         faster |= new
     return count
+
+
+def _waits_for_promotion(loaded: Mapping[str, Any]) -> bool:
+    """Return whether the first level has room, and not yet what was loaded. See cache.loaded."""
+    cached = loaded["cached"]
+    return bool(cached[0] < loaded["end"] <= cached[-1] and loaded["room"])
 
 
 def _has_room(state: Mapping[str, Any]) -> bool:

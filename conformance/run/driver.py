@@ -572,12 +572,7 @@ class Driver:
 
     def close(self, *, shut_down: bool, crashed: bool = False) -> None:
         """Emit run.end and, with `shut_down`, shut the connector down."""
-        cache = self.engine.executor.cache
-        if cache is not None and self.engine.busy:
-            cache.release()
-        elif cache is not None:
-            cache.at_rest(self.target.stall_seconds)
-            cache.measure(self.target.stall_seconds)
+        self._conclude_cache(sizes=True)
         if self.engine.ledger.leaked():
             gc.collect()  # the objects may be a cycle of garbage
         end = self.trace.emit("run.end", **self._end_of(self.engine, crashed=crashed))
@@ -585,6 +580,16 @@ class Driver:
             self.shutdown()
             # A thread may live until the shutdown.
             self.trace.amend(end, threads=self.live_threads())
+
+    def _conclude_cache(self, *, sizes: bool) -> None:
+        """Emit the last state, and `sizes`, of the cache behind this engine's connector."""
+        cache = self.engine.executor.cache
+        if cache is not None and self.engine.busy:
+            cache.release()
+        elif cache is not None:
+            cache.at_rest(self.target.stall_seconds)
+            if sizes:
+                cache.measure(self.target.stall_seconds)
 
     def _end_of(self, engine: Engine, *, crashed: bool) -> dict[str, Any]:
         """Return the fields of run.end for one engine."""

@@ -376,14 +376,10 @@ class PairDriver(Driver):
         """Emit run.end for every engine, then shut them down unless the case did that already."""
         if not crashed:
             self.handovers.end()
-        for name, engine in self.engines.items():
+        for name in self.engines:
             self._turn_to(name)
-            cache = engine.executor.cache
-            # Not its size: a level may be shared, and has the KV of all engines then.
-            if cache is not None and engine.busy:
-                cache.release()
-            elif cache is not None:
-                cache.at_rest(self.target.stall_seconds)
+            # A level may be shared, and has the KV of all engines then.
+            self._conclude_cache(sizes=False)
         gc.collect()
         ends = [
             self.trace.emit("run.end", on=name, **self._end_of(engine, crashed=crashed))
