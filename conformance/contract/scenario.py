@@ -18,7 +18,7 @@ from kvconform.contract.case import Variant
 from kvconform.contract.expression import Expression, compile_capability
 from kvconform.contract.requirement import CapabilityExpr, Id, Model, Relation, Version, in_force
 from kvconform.contract.situation import situations
-from kvconform.contract.steps import NO_FILES, Files
+from kvconform.contract.steps import NOTHING_TO_DAMAGE, Files
 
 Deed = Literal["kill", "restart", "pause", "clear", "damage"]
 
@@ -93,7 +93,7 @@ def spared(faults: Sequence[Fault], events: Iterable[dict[str, Any]]) -> list[st
         if (fault.phase, number) not in struck
     ]
     if any(e["kind"] == "store.damaged" and not e["count"] for e in found):
-        idle.append(NO_FILES)
+        idle.append(NOTHING_TO_DAMAGE)
     return idle
 
 

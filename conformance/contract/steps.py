@@ -569,7 +569,7 @@ class FailLoadStep(BaseStep):
 
 Files = Literal["removed", "truncated", "longer", "garbage"]
 """What happens to files."""
-NO_FILES = (
+NOTHING_TO_DAMAGE = (
     "the connector has no files in {tmp} (extra_config), and no values on a server that can be"
     " asked to damage them (`damage` in [[servers]])"
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvconform.contract.steps import NO_FILES, Damage
+from kvconform.contract.steps import NOTHING_TO_DAMAGE, Damage
 from kvconform.contract.trace import Trace
 from kvconform.observe.call import Call
 from kvconform.observe.probe import Probe
@@ -42,7 +42,7 @@ class Damager:
         if damage.files is not None:
             count = damage_files(self.folder, damage.files)
             count += sum(servers.damage(damage.files) for servers in Servers.active)
-            lacks = NO_FILES
+            lacks = NOTHING_TO_DAMAGE
         else:
             count = stop_servers()
             lacks = "the connector's settings declare no [[servers]]"

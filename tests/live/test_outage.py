@@ -22,7 +22,7 @@ from kvconform.config.settings import Settings
 from kvconform.contract.events import check_event
 from kvconform.contract.loader import SpecError, load_spec
 from kvconform.contract.scenario import Fault, Scenario, Start, lacking, spared
-from kvconform.contract.steps import NO_FILES
+from kvconform.contract.steps import NOTHING_TO_DAMAGE
 from kvconform.live import engine, outage
 from kvconform.live.engine import make_run
 from kvconform.live.job import Ask, Play, plays
@@ -142,7 +142,7 @@ def test_a_fault_that_never_struck_is_told() -> None:
     assert spared(faults, struck) == ["the fault `restart` of phase reload never struck"]
     damage = [fault("damage", files="removed")]
     nothing = {"kind": "store.damaged", "what": "removed", "count": 0}
-    assert spared(damage, [struck[0], nothing]) == [NO_FILES]
+    assert spared(damage, [struck[0], nothing]) == [NOTHING_TO_DAMAGE]
 
 
 # -- the child asks, the parent does it

@@ -12,7 +12,6 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvconform.config.target import Target
-from kvconform.contract.case import Case, Variant
 from kvconform.contract.loader import load_spec
 from kvconform.refimpl.variants.blending import Blending
 from kvconform.run.case import run_and_judge
@@ -45,42 +44,12 @@ def test_latent_kv_is_refused() -> None:
 def test_equal_chunks_of_a_step_have_the_kv_of_their_position(
     engine: str, layerwise: bool, tmp_path: Path
 ) -> None:
-    """Two requests of a step have the same tokens, at different positions."""
+    """Otherwise a load is wrong, or is reported as failed."""
     spec = load_spec()
-    steps = [
-        {"add": {"req": "a", "prompt": 24, "max_tokens": 1}},
-        {
-            "add": {
-                "req": "b",
-                "prompt": {"parts": [{"new": 8}, {"of": "a", "tokens": 20}]},
-                "max_tokens": 1,
-            }
-        },
-        {"run": {}},
-        {"drop-local": {}},
-        {"add": {"req": "c", "prompt": {"same": "a"}, "max_tokens": 2}},
-        {"add": {"req": "d", "prompt": {"same": "b"}, "max_tokens": 2}},
-        {"run": {}},
-    ]
-    case = Case.model_validate(
-        {
-            "id": "lifecycle.twice",
-            "area": "lifecycle",
-            "text": "Equal chunks in one step.",
-            "steps": steps,
-            "provokes": [{"loads": "c"}],
-        },
-        strict=False,
-    )
+    (variant,) = spec.cases["identity.blended-in-step"].variants([engine])
     options = {"store": "{tmp}/store", "layerwise": layerwise}
-    variant = Variant(case, engine, "sync", "v1", 1, 4)
-    report = run_and_judge(
-        variant,
-        Target("kvconform.refimpl.variants.blending:Blending", options),
-        spec,
-        seed=0,
-        tmp=tmp_path / "run",
-    )
+    target = Target("kvconform.refimpl.variants.blending:Blending", options)
+    report = run_and_judge(variant, target, spec, seed=0, tmp=tmp_path / "run")
     assert not report.unmet and report.harness_error is None
     assert not [row.message for row in report.rows if row.verdict in ("FAIL", "ERROR")]
     due = [event for event in report.trace if event["kind"] == "load.due"]

@@ -41,7 +41,8 @@ from kvconform.refimpl.cache.urls import open_backend
 from kvconform.run import smoke
 from kvconform.run.case import run_and_judge
 from kvconform.run.runner import run_variant
-from stores import KINDS, SERVED, served, skip_without, url_of
+from stores import KINDS, SERVED, served, serving, skip_without, url_of
+from warm_rig import wait_for
 
 SPEC = load_spec()
 BUSY, SHORT = 20.0, 3.0
@@ -473,20 +474,6 @@ def test_a_server_that_is_slow_or_gone_costs_one_time_out(
 
 
 @contextmanager
-def serving(server: socketserver.ThreadingTCPServer) -> Iterator[int]:
-    """Run a server, and yield its port."""
-    with server:
-        server.daemon_threads = True  # clients keep connections open
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-@contextmanager
 def responding(response: bytes, slow_from: int | None = None) -> Iterator[int]:
     """Yield the port of a server that gives every request this response.
 
@@ -705,16 +692,13 @@ def test_redis_that_is_full_loses_what_is_saved(
         assert store.lost >= 1 and store.get("k", "layer") == b"data"
 
 
-def _wait_for(client: Any) -> None:
-    """Wait until Redis answers: it accepts connections before it has read its data."""
+def _answers(client: Any) -> bool:
+    """Return whether Redis has read its data: it accepts connections before."""
     import redis
 
-    for _ in range(600):
-        with suppress(redis.exceptions.RedisError):
-            client.ping()
-            return
-        time.sleep(0.1)
-    pytest.fail("Redis does not answer")
+    with suppress(redis.exceptions.RedisError):
+        return bool(client.ping())
+    return False
 
 
 def test_redis_has_what_it_has_written_to_its_disk_after_a_restart(
@@ -731,7 +715,8 @@ def test_redis_has_what_it_has_written_to_its_disk_after_a_restart(
             if key == "kept":
                 redis.Redis.from_url(url).save()
         servers.restart("redis")
-        _wait_for(redis.Redis.from_url(url))
+        client = redis.Redis.from_url(url)
+        wait_for(lambda: _answers(client))
         Patient.silent.clear()
         for again in (store, open_store(url, patience=BUSY)):
             again.discard()

@@ -23,6 +23,7 @@ from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.cache.patience import Patient
 from kvconform.refimpl.cache.peers import ADDRESSES, Neighbours, Served
 from kvconform.refimpl.cache.seal import seal, unseal
+from stores import serving
 
 NAMES = ("one", "two", "three")
 
@@ -167,20 +168,6 @@ class Foreign(Handler):
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
 
-@contextlib.contextmanager
-def listening(port: int, handler: type[Handler]) -> Iterator[int]:
-    """Run a server on a port, and yield its port."""
-    with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
-        server.daemon_threads = False
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 @pytest.mark.parametrize("signature", ["", "guessed", "\xe4", None])
 def test_a_process_that_took_the_port_of_an_engine_is_no_peer(
     engines: list[Engine], signature: str | None
@@ -192,7 +179,7 @@ def test_a_process_that_took_the_port_of_an_engine_is_no_peer(
     one.served.close()
     one.served._meeting.set("peers/one", announced)  # it was killed
     handler = type("Handler", (Foreign,), {"seen": [], "signature": signature})
-    with listening(url.port or 0, handler):
+    with serving(ThreadingHTTPServer(("127.0.0.1", url.port or 0), handler)):
         assert two.all.get("a") is None
         Patient.silent.clear()
         assert not two.all.exists("a")
@@ -220,7 +207,7 @@ def test_a_signature_is_that_of_one_response(changed: int | str | None) -> None:
             self.end_headers()
             self.wfile.write(b"other" if changed == "body" else b"value")
 
-    with listening(0, Signing) as port:
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Signing)) as port:
         backend = HttpBackend(f"http://:secret@127.0.0.1:{port}", 20)
         if changed is None:
             assert backend.get("k") == b"value"
@@ -231,7 +218,7 @@ def test_a_signature_is_that_of_one_response(changed: int | str | None) -> None:
 
 def test_each_call_has_a_nonce_of_its_own() -> None:
     handler = type("Handler", (Foreign,), {"seen": []})
-    with listening(0, handler) as port:
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as port:
         for _ in range(2):
             with pytest.raises(StoreError):
                 HttpBackend(f"http://:secret@127.0.0.1:{port}", 20).get("k")

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib.util
+import socketserver
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,20 @@ def skip_without(kind: str) -> None:
     for package in NEEDS.get("redis" if kind == "tiers" else kind, ()):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: the extra `test` has it")
+
+
+@contextmanager
+def serving(server: socketserver.ThreadingTCPServer) -> Iterator[int]:
+    """Run a server of this process, and yield its port."""
+    with server:
+        server.daemon_threads = True  # clients keep connections open
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @contextmanager

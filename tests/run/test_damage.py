@@ -13,10 +13,10 @@ pytest.importorskip("vllm")
 
 from pydantic import ValidationError
 
-from kvconform.config import settings
+from kvconform.config.settings import load
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
-from kvconform.contract.steps import NO_FILES, Damage
+from kvconform.contract.steps import NOTHING_TO_DAMAGE, Damage
 from kvconform.contract.trace import Trace
 from kvconform.errors import EnvironmentProblem
 from kvconform.judge.records import CaseReport
@@ -25,6 +25,7 @@ from kvconform.process.damaged import DAMAGED, damage_files
 from kvconform.process.servers import Servers
 from kvconform.run.case import run_and_judge
 from kvconform.run.damage import Damager
+from stores import FOLDER
 
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 CONTENT = bytes(range(200))
@@ -55,7 +56,7 @@ def test_damage_is_of_one_kind() -> None:
             Damage.model_validate(wrong)
 
 
-def judged(name: str, options: dict[str, str], folder: Path) -> CaseReport:
+def judged(name: str, options: dict[str, Any], folder: Path) -> CaseReport:
     spec = load_spec()
     variant = spec.cases[f"lifecycle.damage-{name}"].variants(["reference"])[0]
     return run_and_judge(variant, Target(REFERENCE, options), spec, seed=0, tmp=folder / name)
@@ -74,7 +75,7 @@ def test_a_load_from_damaged_files_is_reported_as_failed(how: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("garbage", NO_FILES),
+        ("garbage", NOTHING_TO_DAMAGE),
         ("servers", "the connector's settings declare no [[servers]]"),
     ],
 )
@@ -85,38 +86,21 @@ def test_without_anything_to_damage_nothing_is_judged(
     assert {(row.verdict, row.message) for row in report.rows} == {("UNSUPPORTED", sentence)}
 
 
-SERVED = """\
-connector = "{connector}"
-[extra_config]
-store = "http://127.0.0.1:{{port:store}}"
-[[servers]]
-name = "store"
-command = ["{{python}}", "-m", "kvconform.refimpl.cache.http", "{{port:store}}"]
-ready = {{tcp = "127.0.0.1:{{port:store}}"}}
-damage = "{damage}"
-"""
-DAMAGE = (
-    "{python} -m kvconform.refimpl.cache.damage http://127.0.0.1:{port:store} $KVCONFORM_DAMAGE"
-)
-
-
-def judged_with_a_server(how: str, command: str, folder: Path) -> CaseReport:
-    """Judge the reference connector over a server whose values `command` damages."""
-    path = folder / "kvconform.toml"
-    path.write_text(SERVED.format(connector=REFERENCE, damage=command), encoding="utf-8")
-    chosen = settings.load({}, start=folder)
-    spec = load_spec()
-    variant = spec.cases[f"lifecycle.damage-{how}"].variants(["reference"])[0]
-    with Servers(chosen, folder / "servers", folder / "logs") as servers:
-        options = servers.settle(chosen).extra_config
-        return run_and_judge(variant, Target(REFERENCE, options), spec, seed=0, tmp=folder / "run")
+def judged_with_a_server(how: str, folder: Path, command: str | None = None) -> CaseReport:
+    """Judge the reference connector over a server. `command` damages its values, if it is given."""
+    settings = load({}, file=str(FOLDER / "http.toml"))
+    if command is not None:
+        servers = [spec.model_copy(update={"damage": command}) for spec in settings.servers]
+        settings = settings.model_copy(update={"servers": servers})
+    with Servers(settings, folder / "servers", folder / "logs") as running:
+        return judged(how, running.settle(settings).extra_config, folder)
 
 
 @pytest.mark.parametrize("how", DAMAGED)
 def test_a_load_of_damaged_values_of_a_server_is_reported_as_failed(
     how: str, tmp_path: Path
 ) -> None:
-    report = judged_with_a_server(how, DAMAGE, tmp_path)
+    report = judged_with_a_server(how, tmp_path)
     assert not [row for row in report.rows if row.verdict in ("FAIL", "ERROR")]
     kinds = [event["kind"] for event in report.trace]
     assert kinds.index("store.damaged") < kinds.index("transfer.failed")
@@ -130,12 +114,14 @@ def test_a_command_that_does_not_damage_ends_the_run_with_a_sentence(
     command: str, problem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(EnvironmentProblem, match=f"cannot be damaged: `{command}` {problem}"):
-        judged_with_a_server("garbage", command, tmp_path)
+        judged_with_a_server("garbage", tmp_path, command)
 
 
 def test_where_no_value_was_damaged_nothing_is_judged(tmp_path: Path) -> None:
-    report = judged_with_a_server("garbage", "echo 0", tmp_path)
-    assert {(row.verdict, row.message) for row in report.rows} == {("UNSUPPORTED", NO_FILES)}
+    report = judged_with_a_server("garbage", tmp_path, "echo 0")
+    assert {(row.verdict, row.message) for row in report.rows} == {
+        ("UNSUPPORTED", NOTHING_TO_DAMAGE)
+    }
 
 
 def test_damage_strikes_once_and_after_a_grant(tmp_path: Path) -> None:
