@@ -201,9 +201,8 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
             f"nothing to run: no selected case runs on engine {settings.engine} "
             f"with scheduling {settings.scheduling}"
         )
-    found.runless = [
-        name for name in cases if name in settings.select and name not in found.order()
-    ]
+    ran = found.order()
+    found.runless = [name for name in cases if name in settings.select and name not in ran]
     if settings.shard is not None:
         found.shard = parse(settings.shard)
         found.variants = part(found.variants, found.shard)

@@ -109,13 +109,9 @@ class Attendant:
 
     def _damage(self, how: str) -> int:
         """Damage files, and values on servers; return their number."""
-        count = damage_files(self.store, how)
-        for servers in self.servers:
-            try:
-                count += servers.damage(how)
-            except KvconformError as error:
-                self.problems.append(error.message)
-        return count
+        counts = [damage_files(self.store, how)]
+        self._each(lambda servers, name: counts.append(servers.all[name].damage(how)))
+        return sum(counts)
 
     def close(self) -> None:
         """Let every server that stands still go on, at the end of the run."""

@@ -82,7 +82,7 @@ class ServerSpec(BaseModel):
     damage: str | None = Field(
         default=None,
         description="shell command that damages every value as $KVCONFORM_DAMAGE says (removed,"
-        " truncated, longer or garbage) and prints how many these were, in its last line",
+        " truncated, longer or garbage) and prints how many these were, as its last word",
     )
     stop: str | None = Field(default=None, description="shell command that asks it to end")
     timeout: float = Field(default=60.0, gt=0, description="seconds until it has to be ready")
@@ -228,7 +228,8 @@ class Server:
         if self.spec.damage is None:
             return 0
         said = self._shell(self.spec.damage, KVCONFORM_DAMAGE=how)
-        count = "" if not said or not said.strip() else said.split()[-1]
+        words = (said or "").split()
+        count = words[-1] if words else ""
         if not count.isdecimal():
             problem = "failed" if said is None else "does not print how many it has damaged"
             raise EnvironmentProblem(
