@@ -607,8 +607,6 @@ def _unfit(step: Step, config: Config, matrix: Matrix) -> str | None:
     names = config.engines
     if step.op == "on" and step.arg not in names:
         return f"`on` names engine {step.arg!r}; config.engines has {', '.join(names) or 'none'}"
-    if names and step.op == "soak":
-        return "`soak` is not possible with several engines"
     if names and step.op in ("restart", "shutdown", "damage"):
         return (
             f"`{step.op}` is not possible with several engines: it would affect their common store"

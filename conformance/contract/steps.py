@@ -708,7 +708,7 @@ else:
     ]
 
 
-UNREPEATABLE = ("soak", "restart", "shutdown", "on", "damage", "continue")
+UNREPEATABLE = ("soak", "restart", "shutdown", "damage", "continue")
 """Steps that cannot come before `soak`."""
 
 
@@ -736,6 +736,8 @@ def repeated(step: Step, number: int) -> Step:
             "id": add.id and named(add.id),
             "reloads": None,
         }
+        if add.handed is not None:
+            changes["handed"] = add.handed.model_copy(update={"of": named(add.handed.of)})
         return AddStep(add=add.model_copy(update=changes))
     if isinstance(step, FailLoadStep):
         moved = step.fail_load.model_copy(update={"req": named(step.fail_load.req)})

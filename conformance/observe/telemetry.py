@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Number, Real
@@ -27,6 +26,7 @@ from kvconform.compat.block_keys import ExtraKeys, extra_keys_of
 from kvconform.contract.events import ARGUMENTS
 from kvconform.contract.trace import Trace
 from kvconform.kv.provenance import ROOT, extend
+from kvconform.observe.announced import Announced
 from kvconform.observe.call import Call
 from kvconform.observe.digest import canonical, pickle_round_trip
 from kvconform.observe.probe import Probe
@@ -219,9 +219,9 @@ class Telemetry:
         switch = getattr(config, "kv_events_config", None)
         self.publishes = switch is not None and switch.enable_kv_cache_events
         """Whether KV events are switched on, or the connector has published some nevertheless."""
-        self.stored: dict[Any, int] = {}
-        """Tokens of the blocks that this engine announced, by block hash."""
-        self.withdrawn_from = [self.stored]
+        self.announced = Announced()
+        """What this engine has announced."""
+        self.withdrawn_from = [self.announced]
         """Announcements that a withdrawal ends: those of all engines, which may share a store."""
         self.taken: list[Any] = []
         """The events of the last call, kept alive so that they can be compared by identity."""
@@ -263,7 +263,11 @@ class Telemetry:
             hashes = list(getattr(event, "block_hashes", None) or [])
             tokens = list(getattr(event, "token_ids", None) or [])
             size = getattr(event, "block_size", 0)
-            problem = self._false_claim(event, hashes, tokens, size) if op == "stored" else ""
+            problem = ""
+            if op == "stored":
+                problem = self._false_claim(event, hashes, tokens, size)
+            elif op == "removed":
+                problem = self._wrong_medium(event, hashes)
             self.trace.emit(
                 "kv.event",
                 op=op,
@@ -274,17 +278,26 @@ class Telemetry:
             )
             ours = getattr(event, "group_idx", None) in (None, 0)
             if op == "stored" and ours:
-                self.stored.update(dict.fromkeys(hashes, size))
+                self.announced.add(hashes, event.medium, size)
             elif op == "removed" and ours:
-                for stored, known in itertools.product(self.withdrawn_from, hashes):
-                    stored.pop(known, None)
+                for announced in self.withdrawn_from:
+                    announced.withdraw(hashes, event.medium)
             elif op == "cleared":
                 self._clear()
         self.taken = events
 
     def _clear(self) -> None:
-        for stored in self.withdrawn_from:
-            stored.clear()
+        for announced in self.withdrawn_from:
+            announced.clear()
+
+    def _wrong_medium(self, event: Any, hashes: list[Any]) -> str:
+        """Return what is wrong with a removal whose medium no announcement has named, or ""."""
+        for key in hashes:
+            named = {medium for announced in self.withdrawn_from for medium in announced.media(key)}
+            if named and event.medium not in named:
+                stored_in = " and ".join(sorted(map(repr, named)))
+                return f"medium is {event.medium!r}, and the block was stored in {stored_in}"
+        return ""
 
     def _false_claim(self, event: Any, hashes: list[Any], tokens: list[int], size: Any) -> str:
         """Return what an event reports wrongly about blocks whose hashes the engine knows, or "".
@@ -342,10 +355,10 @@ class Telemetry:
         # The engine computes the last token, so a block that holds it need not be served.
         due = 0
         if self.groups == 1:
-            due = self.book.reach(request, self.stored, limit=request.num_tokens - 1)
+            due = self.book.reach(request, self.announced.tokens, limit=request.num_tokens - 1)
         missing = self.book.between(request, local + tokens, due)
         # A chunk may be announced before the one in front of it, which the engine has itself.
-        expected_end = self.book.reach(request, self.stored, local)
+        expected_end = self.book.reach(request, self.announced.tokens, local)
         finds_more = expected_end < (local + tokens) // size * size
         untold: Iterable[Any] = ()
         if self.publishes and self._alone() and finds_more:

@@ -500,7 +500,21 @@ class Driver:
     def _soak(self, argument: Soak) -> None:
         steps = self.variant.case.steps
         before = next(index for index, step in enumerate(steps) if step.arg is argument)
-        soak(self, steps[:before], argument)
+        soak(self, self._round(steps[:before]), argument)
+
+    def _round(self, steps: Sequence[Step]) -> Sequence[Step]:
+        """Return the steps of one round of `soak`."""
+        return steps
+
+    def settle(self, steps: int) -> None:
+        """Iterate until nothing is left to do, then do steps without work on each engine."""
+        self.run_dry()
+        self.idle(steps)
+
+    @property
+    def named_engines(self) -> Mapping[str, Engine]:
+        """The engines that are driven, by their names; a single one is called ""."""
+        return {"": self.engine}
 
     def _restart(self, _: Any) -> None:
         self.run_dry()

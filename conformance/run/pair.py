@@ -20,7 +20,7 @@ import msgspec
 
 from kvconform.config.router import Params
 from kvconform.contract.case import Config
-from kvconform.contract.steps import Add, Handed
+from kvconform.contract.steps import Add, Handed, OnStep, Step
 from kvconform.contract.trace import Event, PairTrace, Trace
 from kvconform.engine.configs import engine_id_of
 from kvconform.engine.engine import Engine
@@ -295,7 +295,7 @@ class PairDriver(Driver):
             self.engines[name] = self._start_engine(name)
         first = next(iter(self.roles))
         book = self.engines[first].watch.book
-        announced = [engine.telemetry.stored for engine in self.engines.values()]
+        announced = [engine.telemetry.announced for engine in self.engines.values()]
         for engine in self.engines.values():
             engine.watch.book = engine.telemetry.book = book
             engine.telemetry.withdrawn_from = announced
@@ -359,6 +359,24 @@ class PairDriver(Driver):
     def all_engines(self) -> Sequence[Engine]:
         """The engines that are driven."""
         return list(self.engines.values())
+
+    @property
+    def named_engines(self) -> Mapping[str, Engine]:
+        """The engines that are driven, by their names."""
+        return self.engines
+
+    def _round(self, steps: Sequence[Step]) -> Sequence[Step]:
+        """Return the steps, begun on the engine on which a case begins."""
+        return [OnStep(on=next(iter(self.engines))), *steps]
+
+    def settle(self, steps: int) -> None:
+        """Iterate until nothing is left to do, then do steps without work on each engine."""
+        here = self.trace.on or ""
+        self.run_dry()
+        for name in self.engines:
+            self._turn_to(name)
+            self.idle(steps)
+        self._turn_to(here)
 
     def _iterate_until(self, over: Callable[[], bool], limit: int | None = None) -> None:
         here = self.trace.on or ""

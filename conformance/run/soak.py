@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,18 +24,18 @@ IDLE = 3
 class Driven(Protocol):
     """The part of a driver that `soak` uses."""
 
-    engine: Engine
     trace: Trace
     tmp: Path
+
+    @property
+    def named_engines(self) -> Mapping[str, Engine]:
+        """The engines that are driven, by their names; a single one is called ""."""
 
     def execute_steps(self, steps: Sequence[Step]) -> None:
         """Execute some steps of the case."""
 
-    def run_dry(self) -> None:
-        """Iterate until nothing is left to do."""
-
-    def idle(self, steps: int) -> None:
-        """Do steps without work."""
+    def settle(self, steps: int) -> None:
+        """Iterate until nothing is left to do, then do steps without work on each engine."""
 
 
 def soak(driver: Driven, steps: Sequence[Step], argument: Soak) -> None:
@@ -46,8 +46,7 @@ def soak(driver: Driven, steps: Sequence[Step], argument: Soak) -> None:
         for _ in range(argument.rounds):
             number += 1
             driver.execute_steps([repeated(step, number) for step in steps if step.op != "expect"])
-        driver.run_dry()
-        driver.idle(IDLE)
+        driver.settle(IDLE)
         censuses.append(_censuses(driver))
     for holder in censuses[-1]:
         places = grown([each[holder] for each in censuses], argument.rounds)
@@ -57,18 +56,26 @@ def soak(driver: Driven, steps: Sequence[Step], argument: Soak) -> None:
 
 
 def _censuses(driver: Driven) -> dict[str, Census]:
-    """Return a census of each holder: the halves of the connector, and the process."""
-    engine = driver.engine
-    if engine.connector is None:
+    """Return a census of each holder: the halves of the connectors, and the process."""
+    engines = driver.named_engines
+    connectors = [engine.connector for engine in engines.values() if engine.connector is not None]
+    if not connectors:
         return {}
     gc.collect()
-    manager = engine.scheduler.kv_cache_manager
-    outside: list[Any] = [engine.scheduler, manager, manager.block_pool, *engine.ranks.members]
-    found = {"scheduler half": held_by(engine.connector, outside)}
-    for rank in engine.ranks.members:
-        name = "worker half" if rank.place.alone else f"worker half of rank {rank.place.rank}"
-        found[name] = held_by(rank.half, [*outside, rank.config, *rank.cache.tensors])
-    module = type(engine.connector).__module__
+    outside: list[Any] = []
+    for engine in engines.values():
+        manager = engine.scheduler.kv_cache_manager
+        outside += [engine.scheduler, manager, manager.block_pool, *engine.ranks.members]
+        for rank in engine.ranks.members:
+            outside += [rank.config, *rank.cache.tensors]
+    found: dict[str, Census] = {}
+    for name, engine in engines.items():
+        of = f" of engine {name}" if name else ""
+        found[f"scheduler half{of}"] = held_by(engine.connector, outside)
+        for rank in engine.ranks.members:
+            at = "" if rank.place.alone else f" of rank {rank.place.rank}"
+            found[f"worker half{at}{of}"] = held_by(rank.half, outside)
+    module = type(connectors[0]).__module__
     package = module.rpartition(".")[0] or module
     found["process"] = held_by_process(package, driver.tmp)
     return found

@@ -11,7 +11,7 @@ from kvconform.refimpl.cache.chunks import ChunkStore
 from kvconform.refimpl.cache.holds import Holds
 from kvconform.refimpl.cache.seal import packed, seal, unpacked, unseal
 from kvconform.refimpl.cache.tiers import Tiers
-from kvconform.refimpl.connector import Finish, ReferenceConnector
+from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.inspector import Inspector
 from kvconform.refimpl.plan import Load, ReferenceMetadata, Save
 from kvconform.refimpl.tracking import Tracked
@@ -35,6 +35,30 @@ class FillsUp(ReferenceConnector):
             return replace(save, pieces=())
         self._taken += len(save.pieces)
         return save
+
+
+class HoldsWhatIsNotChosen(ReferenceConnector):
+    """Holds what a lookup has found until its own load, which never comes if a sibling loads.
+
+    It has room for twenty chunks, and stores nothing while all of them are held.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._found: dict[str, int] = {}
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
+        tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        self._found[request.request_id] = (tokens or 0) // self.options.chunk_tokens
+        return tokens, is_async
+
+    def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
+        self._found.pop(tracked.request.request_id, None)
+        return super()._plan_load(tracked, granted, is_async)
+
+    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
+        save = super()._plan_save(tracked, end, scheduled, final)
+        return replace(save, pieces=()) if sum(self._found.values()) >= 20 else save
 
 
 # -- holds

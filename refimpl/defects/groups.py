@@ -148,6 +148,25 @@ class NamesBlocks(HybridConnector):
         ReferenceConnector._load(self, load, layers)
 
 
+class RepeatsFailures(HybridConnector):
+    """Keeps the requests whose load has failed, and reports them again in every step."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        self._failed = set(results.failed_recving)
+        return results
+
+
+class DistrustsForGood(HybridConnector):
+    """Saves nothing of a block whose load has failed, whichever request it belongs to later."""
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        super()._load(load, layers)
+        if load.req in self._failed:
+            for piece in load.pieces:
+                self._bad |= piece.blocks(self._block_size)
+
+
 class ForgetsTheWindow(HybridConnector):
     """Claims any prefix of a prompt, and has the window only of the complete prompt (B016).
 

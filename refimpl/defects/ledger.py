@@ -71,6 +71,29 @@ class OneImagePerBlock(ReferenceConnector):
         return found
 
 
+class HashesAlone(ReferenceConnector):
+    """Publishes only the hashes of what it stores."""
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        events = list(super().take_events())
+        for event in events:
+            if hasattr(event, "token_ids"):
+                event.token_ids = []
+                event.parent_block_hash = None
+        return events
+
+
+class RemovedFromGpu(ReferenceConnector):
+    """Says that blocks have left the GPU when they have left its own store."""
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        events = list(super().take_events())
+        for event in events:
+            if not hasattr(event, "token_ids") and hasattr(event, "medium"):
+                event.medium = "GPU"
+        return events
+
+
 class KeepsEvents(ReferenceConnector):
     """Returns the events of all steps so far, again in every step."""
 

@@ -49,6 +49,18 @@ class PromisesAgain(Peer):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
+class RemembersConsumers(Peer):
+    """Keeps the id of every request that it has fetched something for."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._fetched: list[str] = []
+
+    def _pull(self, req: str, remote: dict[str, Any], first: int, blocks: tuple[int, ...]) -> None:
+        self._fetched.append(req)
+        super()._pull(req, remote, first, blocks)
+
+
 class ReadsWhatItIsTold(Peer):
     """Reads the blocks that the parameters name, even if the producer no longer keeps them."""
 
