@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from kvconform.dev.mutants.subject import Run
 from kvconform.errors import UsageError
 from kvconform.judge.foreign import ForeignKV
 from kvconform.judge.records import CaseReport
-from kvconform.process import watchdog
+from kvconform.process import clock, watchdog
 from kvconform.process.supervisor import dies_with_parent
 from kvconform.run.lines import Recorder
 from kvconform.run.runs import PlainRuns
@@ -143,17 +142,17 @@ def _ready(name: str, settings: Settings, scratch: Path) -> Iterator[Target]:
 def _mutant(connection: Connection, job: Job, spec: Spec, targets: Mapping[str, Target]) -> int:
     """Make the runs and random workloads until one fails; return how many the limit left out."""
     left = 0
-    end = None if job.limit is None else time.monotonic() + job.limit
+    end = None if job.limit is None else clock.monotonic() + job.limit
     for number, run in enumerate(job.runs):
-        if end is not None and time.monotonic() > end:
+        if end is not None and clock.monotonic() > end:
             left = len(job.runs) - number
             break
         limit = max(RUN_LIMIT, 20 * job.seconds.get(run.id, 0.0))
-        start = time.perf_counter()
+        start = clock.monotonic()
         with watchdog.case(run.id, limit):
             report = _judge(run, targets[run.setup], spec, job, job.scratch / str(number))
         failed = [each for each in failures(report) if f"{run.id} {each}" not in job.excused]
-        seconds = round(time.perf_counter() - start, 3)
+        seconds = round(clock.monotonic() - start, 3)
         message: Message = {"run": run.id, "seconds": seconds, "failed": failed}
         if report.harness_error:
             # The harness takes errors of its own connectors for its own.
@@ -170,7 +169,7 @@ def _original(connection: Connection, job: Job, spec: Spec, targets: Mapping[str
     modules = {file: module for module, file in job.files.items()}
     recorder = Recorder(modules.keys())
     for number, run in enumerate(job.runs):
-        start = time.perf_counter()
+        start = clock.monotonic()
         with watchdog.case(run.id, 600.0), recorder.recording():
             report = _judge(run, targets[run.setup], spec, job, job.scratch / str(number))
         lines: dict[str, list[int]] = {}
@@ -178,7 +177,7 @@ def _original(connection: Connection, job: Job, spec: Spec, targets: Mapping[str
             lines.setdefault(modules[file], []).append(line)
         message: Message = {
             "run": run.id,
-            "seconds": round(time.perf_counter() - start, 3),
+            "seconds": round(clock.monotonic() - start, 3),
             "failed": failures(report),
             "lines": lines,
             "skipped": not any(row.exercised for row in report.rows),
@@ -228,18 +227,18 @@ def _explore(connection: Connection, job: Job, spec: Spec, target: Target) -> No
         first_seed=job.explore_seed,
         count=1_000_000,
     )
-    end = time.monotonic() + job.explore
+    end = clock.monotonic() + job.explore
     known = set(job.known)
     for workload in workloads:
-        if time.monotonic() > end:
+        if clock.monotonic() > end:
             return
         if not set(workload.data.get("relations", [])).isdisjoint(ELSEWHERE):
             continue  # it takes as long as many others
-        start = time.perf_counter()
+        start = clock.monotonic()
         with watchdog.case(EXPLORING, RUN_LIMIT):
             found = outcome(workload, target, spec, job.scratch / "explored")
         causes = {str(each.key) for each in found.failures if not each.risk} - known
-        seconds = round(time.perf_counter() - start, 3)
+        seconds = round(clock.monotonic() - start, 3)
         failed = sorted({each.requirement for each in found.failures if str(each.key) in causes})
         message: Message = {
             "run": EXPLORING,
