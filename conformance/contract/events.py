@@ -292,10 +292,12 @@ _kind(
     "pair.request",
     "sched",
     "on:str req:str generation:int of:str stale:str aborted:bool offered:int local:int "
-    "promised:int loaded:int wrong:bool failed:bool held:bool released:int gone:bool early:bool",
+    "promised:int loaded:int wrong:bool failed:bool held:bool released:int gone:bool early:bool "
+    "at_once:bool",
     "At the end, for a request that was handed parameters: the fate of the KV they refer "
     "to; early = released before the request was granted a load, or, without one, before it came; "
-    "gone = early, or released before a load that failed was due.",
+    "gone = early, or released before a load that failed was due; at_once = early, and sooner than "
+    "any lease could end: within a few steps, without a consumer that came.",
 )
 
 # -- hooks: what the probe sees

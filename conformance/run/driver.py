@@ -493,9 +493,9 @@ class Driver:
             self.engine.land()
 
     def _idle(self, idle: Idle) -> None:
-        self.idle(idle.steps, idle.seconds)
         if idle.seconds:
             self.trace.emit("clock.advanced", seconds=idle.seconds, why="idle")
+        self.idle(idle.steps, idle.seconds)
 
     def _soak(self, argument: Soak) -> None:
         steps = self.variant.case.steps

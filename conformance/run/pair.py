@@ -30,6 +30,8 @@ from kvconform.run.driver import Driver
 from kvconform.run.records import common_prefix
 
 FINISHED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+SHORTEST_LEASE = 2
+"""Steps. No lease is as short: a consumer could hardly come before it ends."""
 FIRST_TOKEN = ("first_tok", "first_token", "first_token_id")
 """Names of the parameter in which connectors pass the producer's first token."""
 
@@ -246,6 +248,23 @@ class Handovers:
             released=len(released),
             gone=early or (bool(reports) and reports[0] < lost),
             early=early,
+            at_once=early and self._at_once(handed.of, sends),
+        )
+
+    def _at_once(self, of: str, sends: list[Event]) -> bool:
+        """Return whether a producer released a request too soon for any lease to have ended.
+
+        `sends` are the events about what it holds for the request, which it has reported. It may
+        release that as soon as one consumer has what it wants, or when time passes.
+        """
+        report = next(e for e in sends if e["kind"] == "transfer.reported")
+        hold = next((e for e in sends if e["kind"] == "hold"), None)
+        if hold is None or report["step"] - hold["step"] > SHORTEST_LEASE:
+            return False
+        before = (e for e in self.trace.events if e["seq"] < report["seq"])
+        return not any(
+            (e["kind"] == "pair.lookup" and e["of"] == of) or e["kind"] == "clock.advanced"
+            for e in before
         )
 
 

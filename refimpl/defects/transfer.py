@@ -61,6 +61,22 @@ class RemembersConsumers(Peer):
         super()._pull(req, remote, first, blocks)
 
 
+class NeverGivesUp(Peer):
+    """Keeps an offer until a consumer has fetched it, and no lease ends that."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.lease = 0
+
+
+class ReleasesAtOnce(Peer):
+    """Releases an offer at once, as if a consumer had fetched it."""
+
+    def _released(self) -> set[str]:
+        self.board.done += list(self.board.offers)
+        return super()._released()
+
+
 class ReadsWhatItIsTold(Peer):
     """Reads the blocks that the parameters name, even if the producer no longer keeps them."""
 

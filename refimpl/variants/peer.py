@@ -7,7 +7,8 @@ vLLM's own connectors of this kind use. The network is a dictionary: each engine
 
 Options:
 
-- `lease`: polls until an offer that was not pulled is withdrawn (0: never).
+- `lease`: polls until an offer that was not pulled is withdrawn; 0: never, so that the blocks of an
+  offer that no consumer comes for are held for good.
 - `delay`: polls that a pull takes.
 - `patience`: polls until a pull fails whose KV is not offered (yet).
 - `whole_blocks`: leave the rest of the prompt's last block to the consumer.
@@ -94,7 +95,7 @@ class Peer(Decoy):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         self.engine_id = str(self._kv_transfer_config.engine_id)
-        self.lease = extra.get("lease", 0)
+        self.lease = extra.get("lease", 40)
         self.delay = extra.get("delay", 1)
         self.patience = extra.get("patience", 3)
         self.whole_blocks = extra.get("whole_blocks", False)
