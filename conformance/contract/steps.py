@@ -666,7 +666,7 @@ class ResumeStep(BaseStep):
 
 
 class SoakStep(BaseStep):
-    """Repeat all steps so far in identical rounds, and compare what the connector holds.
+    """Repeat all steps so far in identical rounds, and compare what each connector holds.
 
     A round has the prompts of the first one, under other request ids.
     """
