@@ -553,8 +553,10 @@ _kind(
 _kind(
     "transfer.failed",
     "sched",
-    "req:str? transfer:str? rank:int blocks:list outside_grant:list groups:any is_async:bool",
-    "The worker half reported blocks with load errors.",
+    "req:str? transfer:str? rank:int blocks:list outside_grant:list groups:any is_async:bool "
+    "loading:bool",
+    "The worker half reported blocks with load errors, or a request; loading = it has a load in "
+    "progress, asynchronous or not.",
 )
 _kind(
     "ranks.joined",

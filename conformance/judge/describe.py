@@ -318,6 +318,9 @@ def _reported(e: Event) -> str:
 
 
 def _failed(e: Event) -> str:
+    if e["req"] is not None and not e["blocks"]:
+        loads = "a load in progress" if e["loading"] else "no load in progress"
+        return f"{e['req']} was reported as failed, and has {loads}"
     one = len(e["blocks"]) == 1
     verb = "was" if one else "were"
     text = f"block{'' if one else 's'} {spans(e['blocks'])} {verb} reported as failed"

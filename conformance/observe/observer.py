@@ -465,6 +465,7 @@ class Observer:
             outside_grant=outside,
             groups=len(self._loads.shape.groups),
             is_async=bool(grant and grant.is_async),
+            loading=any(g.req == req for g in self._loads.open_grants()),
         )
         self._losses += 1
         self.activity += 1  # content that a load did not find is gone for other requests too

@@ -131,6 +131,9 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
     def _claim(self, request: Request, found: int) -> int:
         """Return the longest claim for which every window is stored."""
         end = super()._claim(request, found)
+        if end == request.num_tokens and any(part.recurrent for part in self._parts):
+            # The engine computes the last token again; the state must be the one before it.
+            end = (end - 1) // self._block_size * self._block_size
         keys = self._keys(request, [], request.num_tokens)
         while end > 0 and not all(self._is_filled(part, keys, end) for part in self._parts):
             end -= end % self._block_size or self._block_size  # back to a block boundary
