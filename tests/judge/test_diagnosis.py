@@ -238,8 +238,12 @@ PLAN = {
             ["finished_sending named a", "was not waiting"],
         ),
         (
-            {"kind": "transfer.failed", "blocks": [1, 2], "outside_grant": []},
+            {"kind": "transfer.failed", "req": None, "blocks": [1, 2], "outside_grant": []},
             ["blocks 1-2", "all of them belong to loads"],
+        ),
+        (
+            {"kind": "transfer.failed", "req": "b", "blocks": [], "loading": False},
+            ["b was reported as failed", "no load in progress"],
         ),
         (
             {"kind": "engine.lifecycle", "op": "shutdown", "error": "OSError"},
