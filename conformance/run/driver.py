@@ -368,7 +368,12 @@ class Driver:
     @property
     def all_engines(self) -> Sequence[Engine]:
         """The engines that are driven."""
-        return [self.engine]
+        return list(self.named_engines.values())
+
+    @property
+    def named_engines(self) -> Mapping[str, Engine]:
+        """The engines that are driven, by their names; a single one is called ""."""
+        return {"": self.engine}
 
     def run_dry(self, limit: int | None = None, until: str | None = None) -> None:
         """Iterate until nothing is left to do, request `until` has finished, or `limit` is reached.
@@ -510,11 +515,6 @@ class Driver:
         """Iterate until nothing is left to do, then do steps without work on each engine."""
         self.run_dry()
         self.idle(steps)
-
-    @property
-    def named_engines(self) -> Mapping[str, Engine]:
-        """The engines that are driven, by their names; a single one is called ""."""
-        return {"": self.engine}
 
     def _restart(self, _: Any) -> None:
         self.run_dry()

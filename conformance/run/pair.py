@@ -375,11 +375,6 @@ class PairDriver(Driver):
         return self.handovers.take(add.handed, self.trace.on or "", add)
 
     @property
-    def all_engines(self) -> Sequence[Engine]:
-        """The engines that are driven."""
-        return list(self.engines.values())
-
-    @property
     def named_engines(self) -> Mapping[str, Engine]:
         """The engines that are driven, by their names."""
         return self.engines

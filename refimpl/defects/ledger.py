@@ -71,15 +71,14 @@ class OneImagePerBlock(ReferenceConnector):
         return found
 
 
-class HashesAlone(ReferenceConnector):
-    """Publishes only the hashes of what it stores."""
+class HashesAlone(WrongParent):
+    """Publishes only the hashes of what it stores, without a parent."""
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         events = list(super().take_events())
         for event in events:
             if hasattr(event, "token_ids"):
                 event.token_ids = []
-                event.parent_block_hash = None
         return events
 
 

@@ -130,10 +130,10 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
 
     def _claim(self, request: Request, found: int) -> int:
         """Return the longest claim for which every window is stored."""
-        end = super()._claim(request, found)
-        if end == request.num_tokens and any(part.recurrent for part in self._parts):
+        if any(part.recurrent for part in self._parts):
             # The engine computes the last token again; the state must be the one before it.
-            end = (end - 1) // self._block_size * self._block_size
+            found = min(found, request.num_tokens - 1)
+        end = super()._claim(request, found)
         keys = self._keys(request, [], request.num_tokens)
         while end > 0 and not all(self._is_filled(part, keys, end) for part in self._parts):
             end -= end % self._block_size or self._block_size  # back to a block boundary
@@ -141,6 +141,8 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
 
     def _is_filled(self, part: Part, keys: Sequence[str], end: int) -> bool:
         """Return whether the store has what the group needs for the tokens [0, end)."""
+        if part.recurrent and end % part.block_size:
+            return False  # there is no state inside a block
         chunk = self.options.chunk_tokens
         wanted = keys[part.first_wanted(end) // chunk : -(-end // chunk)]
         return all(self._store.has(part.key(key)) for key in wanted)

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 from prometheus_client import Gauge
-from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 from kvconform.compat import vllm_api
+from kvconform.contract.trace import Trace
 from kvconform.kv.provenance import Identity
 from kvconform.observe import static_checks
+from kvconform.observe.call import Call
+from kvconform.observe.probe import Probe
 from kvconform.observe.static_checks import bound, inspect_class
-from kvconform.observe.telemetry import HashBook, Metrics, _build, _merge, _shape
+from kvconform.observe.telemetry import HashBook, Metrics, Telemetry, _build, _merge, _shape
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.telemetry import ReferenceStats
 
@@ -102,6 +105,31 @@ def test_a_well_formed_event_is_not() -> None:
 class _Forgets(ReferenceStats):
     def aggregate(self, other: Any) -> Any:
         return ReferenceStats()
+
+
+def told(*events: Any) -> list[str]:
+    """Return what is wrong with events that are published one after another."""
+    trace = Trace()
+    probe = Probe(trace)
+    Telemetry(trace, probe, book(), SimpleNamespace(kv_events_config=None))
+    for event in events:
+        call = Call(None, "take_events", "scheduler", 0, (), {})
+        call.result = [event]
+        for listener in probe.after["take_events"]:
+            listener(call)
+    return [event["problem"] for event in trace.events]
+
+
+def test_a_removal_names_a_medium_in_which_the_block_was_stored() -> None:
+    from_gpu = BlockRemoved(block_hashes=[b"x"], medium="GPU")
+    from_files = BlockRemoved(block_hashes=[b"x"], medium="STORAGE")
+    assert told(stored(medium="STORAGE"), stored(medium="CPU"), from_files, from_gpu) == [
+        "",
+        "",
+        "",
+        "medium is 'GPU', and the block was stored in 'CPU' and 'STORAGE'",
+    ]
+    assert told(from_gpu) == [""]  # another engine may have stored it
 
 
 def test_statistics_go_through_what_the_engine_does_to_them() -> None:
