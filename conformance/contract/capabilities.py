@@ -137,6 +137,9 @@ CAPABILITIES: dict[str, Capability] = {
     ),
     "fault_injection": Capability(False, _YES_NO, "lets the harness make loads fail"),
     "kv_events": Capability(False, _YES_NO, "publishes KV events for all that it stores"),
+    "names_sources": Capability(
+        False, _YES_NO, "counts every token of a load under host, p2p or disk, none as unspecified"
+    ),
     "metrics": Capability(
         {},
         (

@@ -714,10 +714,11 @@ _kind(
     "kv",
     "req:str generation:int layer:int kv:str pos:int count:int block:int via:str "
     "transfer:str? transfer_sync:bool? found:str origin:str origin_req:str? origin_pos:int? "
-    "group:int? damaged:bool",
+    "origin_block:int? group:int? damaged:bool",
     "A slot that is read has the wrong content. found = what it holds; origin = where that "
     "came from, in words; origin_req, origin_pos = request and position it was computed for; "
-    "for never_computed only the request that was to compute it; damaged = the harness had damaged "
+    "for never_computed only the request that was to compute it, and origin_block, where it was "
+    "read; damaged = the harness had damaged "
     "what the connector has stored.",
 )
 

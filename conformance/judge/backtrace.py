@@ -19,7 +19,8 @@ from typing import Literal, NamedTuple
 
 from kvconform.contract.events import NO_OWNER, is_restart
 from kvconform.contract.trace import Event
-from kvconform.judge.describe import namesake
+from kvconform.judge.describe import namesake, spans
+from kvconform.judge.strays import loader
 
 Side = Literal["load", "save"]
 """Where the mistake was made that wrong bytes show."""
@@ -29,7 +30,8 @@ class Story(NamedTuple):
     """Where wrong bytes were before.
 
     `req` is the request whose table shows it; `side` is known if an outdated table explains them.
-    `outdated` is the step of the preemption before which that table was right.
+    `outdated` is the step of the preemption, or of a session's next admission, before which that
+    table was right; without a side, that table may explain them.
     """
 
     req: str
@@ -42,7 +44,8 @@ class Story(NamedTuple):
 class Stay:
     """One stay of a request on the engine, from an admission to a preemption or its end.
 
-    `since`, `preempted` and `finished` are steps; `table` is the block table at the end of the
+    A session stays until it is admitted again with more input (`readmitted`), and keeps its blocks.
+    `since`, `preempted`, `readmitted` and `finished` are steps; `table` is the block table at the end of the
     stay, and `got` the step in which each of its blocks was first there.
     """
 
@@ -50,6 +53,7 @@ class Stay:
     generation: int
     table: list[int]
     preempted: int | None = None
+    readmitted: int | None = None
     finished: int | None = None
     got: dict[int, int] = field(default_factory=dict)
 
@@ -64,6 +68,17 @@ class Stay:
     def until(self) -> int | None:
         """The step in which the stay ended."""
         return self.preempted if self.preempted is not None else self.finished
+
+    @property
+    def changed(self) -> int | None:
+        """The step in which the request got another table, to which it may not be appended."""
+        return self.preempted if self.preempted is not None else self.readmitted
+
+    @property
+    def change(self) -> str:
+        """What `changed` is, in words."""
+        what = "preemption" if self.preempted is not None else "admission"
+        return f"the {what} in step {self.changed}"
 
 
 def source(event: Event) -> tuple[str, int] | None:
@@ -85,7 +100,10 @@ def stays(trace: Iterable[Event], until: int) -> dict[str, list[Stay]]:
             mine = found.setdefault(e["req"], [])
             if mine and mine[-1].generation != e["generation"]:
                 mine.clear()  # another request of the same id
-            if not mine or mine[-1].preempted is not None:
+            again = e.get("listed_as") == "new" and bool(mine)
+            if again and mine[-1].preempted is None:
+                mine[-1].readmitted = e["step"]
+            if not mine or again or mine[-1].preempted is not None:
                 mine.append(Stay(e["step"], e["generation"], []))
             mine[-1].table = e["table"]
             for block in e["table"]:
@@ -100,15 +118,23 @@ def stays(trace: Iterable[Event], until: int) -> dict[str, list[Stay]]:
 def tell(trace: list[Event], event: Event) -> Story | None:
     """Return the story of the wrong bytes of `event`.
 
-    None if that is not known, which includes all events but a kv.wrong of another position or
-    request in a run with one block table per request (one KV cache group, one context rank).
+    None if that is not known, as in a run with several block tables per request (KV cache groups,
+    context ranks). Besides wrong bytes, it is told of a load that wrote elsewhere, or not at all,
+    whether the table from before a preemption explains it.
     """
-    place = source(event)
     start = trace[0]
-    one_table = start.get("groups", 1) <= 1 and start.get("context_ranks", 1) <= 1
-    if place is None or event["found"] not in ("other_position", "other_request") or not one_table:
+    if start.get("groups", 1) > 1 or start.get("context_ranks", 1) > 1:
         return None
     size = start["block_size"]
+    if event["kind"] == "kv.changed":
+        return next(_strayed(trace, event, size), None)
+    if event["kind"] == "load.due":
+        return next(_missed(trace, event, size), None)
+    if event["kind"] == "kv.wrong" and event["found"] == "never_computed":
+        return next(_too_early(trace, event, size), None)
+    place = source(event)
+    if place is None or event["found"] not in ("other_position", "other_request"):
+        return None
     req, pos = place
     held = pos // size
     wanted = event["pos"] // size
@@ -166,7 +192,7 @@ def _held(req: str, pos: int, stay: Stay, block: int) -> str:
 def _misplaced(mine: list[Stay], loaded: int, wanted: int) -> Iterator[tuple[int | None, str]]:
     """Yield a sentence per stay in which a load by the table before it would write to `wanted`.
 
-    Each comes with the step of the preemption between the two.
+    Each comes with the step in which the table changed between the two.
 
     The block of index `wanted` of the stay's table has index `loaded` in that of the stay before.
     """
@@ -180,10 +206,10 @@ def _misplaced(mine: list[Stay], loaded: int, wanted: int) -> Iterator[tuple[int
             block = stay.table[wanted]
             text = (
                 f"block {block} is block {wanted} of the request's table from step {stay.since} on;"
-                f" it was block {loaded} of it before the preemption in step {before.preempted}:"
+                f" it was block {loaded} of it before {before.change}:"
                 " a load that uses the old table writes there"
             )
-            yield before.preempted, text
+            yield before.changed, text
 
 
 def _outdated(
@@ -191,7 +217,7 @@ def _outdated(
 ) -> Iterator[tuple[int | None, str]]:
     """Yield a sentence per stay in which a save by an outdated table would read another block.
 
-    Each comes with the step of the preemption before which the table was right.
+    Each comes with the step before which the table was right.
 
     The block of index `held` of the stay's table has index `wanted` in the joined tables of this
     stay and those before it.
@@ -203,21 +229,106 @@ def _outdated(
             continue
         if joined[wanted] != stay.table[held]:
             continue
-        last = mine[number - 1].preempted
+        last = mine[number - 1]
         text = (
             f"block {joined[wanted]} held it from step {stay.since} on,"
             f" as block {held} of the table of request {req}"
         )
         if wanted < len(before):
-            old = f"it was block {wanted} of that table before the preemption in step {last}"
-            yield last, f"{text}; {old}: a save that uses the old table reads it"
+            old = f"it was block {wanted} of that table before {last.change}"
+            yield last.changed, f"{text}; {old}: a save that uses the old table reads it"
         else:
             appended = (
-                f"{text}; appended to the table from before the preemption in step {last},"
+                f"{text}; appended to the table from before {last.change},"
                 f" it is block {wanted}: a save reads it there if the connector appends"
-                " a resumed request's blocks"
+                f" {'a resumed request' if last.preempted is not None else 'a session'}'s blocks"
             )
-            yield last, appended
+            yield last.changed, appended
+
+
+def _before(mine: list[Stay]) -> tuple[list[int], Stay | None]:
+    """Return the joined tables of the stays that are over, and the last of these."""
+    ended = [stay for stay in mine if stay.changed is not None]
+    return [block for stay in ended for block in stay.table], ended[-1] if ended else None
+
+
+def _too_early(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
+    """Yield a story per request whose save by an outdated table read a block too early.
+
+    It read `origin_block`, which the request has by then, at another index of its table.
+    """
+    block = event.get("origin_block")
+    wanted = event["pos"] // size
+    known = stays(trace, event["seq"])
+    for name in dict.fromkeys([event["origin_req"], *known]):
+        mine = known.get(name, [])
+        for number, stay in enumerate(mine):
+            before, last = _before(mine[:number])
+            joined = before + stay.table
+            if (
+                last is not None
+                and block in stay.table
+                and wanted < len(joined)
+                and joined[wanted] == block
+                and stay.table.index(block) != wanted
+            ):
+                text = (
+                    f"block {block} is block {stay.table.index(block)} of the table of request"
+                    f" {name} from step {stay.got[block]} on; with the table from before"
+                    f" {last.change} ahead of it, it is block {wanted}: a save reads it there if"
+                    " the connector keeps that table"
+                )
+                yield Story(name, text, "save", last.changed)
+
+
+def _strayed(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
+    """Yield a story if a load wrote into blocks that only an old table of its request has."""
+    req = loader(trace, event)
+    if req is None:
+        return
+    before, last = _before(stays(trace, event["seq"]).get(req, []))
+    astray = (*event["unallocated"], *event["other_request"])
+    blocks = dict.fromkeys(slot // size for slot in astray)
+    if blocks and last is not None and set(blocks) <= set(before):
+        text = (
+            f"request {req} had {_blocks(blocks)} before {last.change}:"
+            " a load that uses the old table writes there"
+        )
+        yield Story(req, text, "load", last.changed)
+
+
+def _missed(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
+    """Yield a story if a load by an old table of the request would miss what is missing.
+
+    That is possible, not proved, so the story has no side.
+    """
+    grant = next(
+        (
+            e
+            for e in reversed(trace[: event["seq"]])
+            if e["kind"] == "alloc" and e["transfer"] == event["transfer"] is not None
+        ),
+        None,
+    )
+    if grant is None or not event["missing"] or event["reported_failed"]:
+        return
+    before, last = _before(stays(trace, grant["seq"]).get(event["req"], []))
+    lacking = dict.fromkeys(position // size for position in event["missing"])
+    if last is not None and all(
+        index >= len(before) or before[index] != grant["blocks"][index] for index in lacking
+    ):
+        joined = before + grant["blocks"]
+        text = (
+            f"a load that keeps the request's table from before {last.change}"
+            f" writes {_blocks(joined[index] for index in lacking)} instead"
+        )
+        yield Story(event["req"], text, None, last.changed)
+
+
+def _blocks(blocks: Iterable[int]) -> str:
+    """Return blocks in words."""
+    listed = list(blocks)
+    return f"{'block' if len(listed) == 1 else 'blocks'} {spans(listed)}"
 
 
 EXCERPT = 12

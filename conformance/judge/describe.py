@@ -783,14 +783,14 @@ _READ = {
 }
 _BY_TABLE = {
     "save": "a save read blocks that the request had no more, and stored",
-    "load": "a load wrote by the block table from before a preemption, which left",
+    "load": "a load wrote by an outdated block table, which left",
 }
 _HITS = {
     CLAIMED: "a hit on KV of another salt, adapter, image, embedding or model",
     "reset.forgets": "a hit on KV from before a reset",
 }
 """What is wrong with a hit, by requirement: the sentence begins with its numbers."""
-_SAVED_BY_OLD_TABLE = "a save read by the block table from before a preemption, and stored"
+_SAVED_BY_OLD_TABLE = "a save read by an outdated block table, and stored"
 """Bytes of a position of the same table: not only was the block someone else's by then."""
 
 

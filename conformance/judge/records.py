@@ -113,8 +113,8 @@ class Row:
     outdated: Annotated[
         tuple[str, int] | None,
         Field(
-            description="the request, and the step of its preemption, whose block table from before"
-            " explains the wrong bytes"
+            description="the request, and the step of its preemption or next admission, whose block"
+            " table from before explains what was found, or may explain it if there is no side"
         ),
     ] = None
     absent: Annotated[

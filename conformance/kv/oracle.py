@@ -459,6 +459,7 @@ class Oracle(Loads):
                 origin=origin,
                 origin_req=None,
                 origin_pos=None,
+                origin_block=None,
                 group=self._group(layer),
                 damaged=self.trace.damaged,
             )
@@ -572,6 +573,7 @@ class Oracle(Loads):
                 origin=item.held.origin,
                 origin_req=item.held.req,
                 origin_pos=item.held.pos,
+                origin_block=item.held.block,
                 group=self._group(item.layer),
                 damaged=self.trace.damaged,
             )

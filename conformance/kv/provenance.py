@@ -405,7 +405,8 @@ class Diagnosis(NamedTuple):
 
     `found` is one of `contract.events.PROVENANCE`, `side` is k, v or both, `origin` says in words
     where the bytes came from. `req` and `pos` are the request and the position that they were first
-    computed for, as far as that is known; of `never_computed` only the request.
+    computed for, as far as that is known; of `never_computed` only the request. `block` is then the
+    block that they were read from, if the engine had handed it out.
     """
 
     found: str
@@ -413,6 +414,7 @@ class Diagnosis(NamedTuple):
     origin: str
     req: str | None = None
     pos: int | None = None
+    block: int | None = None
 
 
 def diagnose(
@@ -496,7 +498,7 @@ def diagnose(
         words = f"{origin}; it was taken before request {origin.req} had computed the token"
         if reader.ids[pos] not in registry.origins:
             words += ", which it never did"
-        return Diagnosis("never_computed", side, words, origin.req)
+        return Diagnosis("never_computed", side, words, origin.req, block=origin.pos)
     name = _classify(registry, content, reader, pos, loading, turned_back is not None)
     if name == "other_prefix" and rotary and turned_back is None and origin.pos != pos:
         name = "old_position"

@@ -383,6 +383,7 @@ class BlockOracle:
             origin=origin,
             origin_req=None,
             origin_pos=None,
+            origin_block=None,
             group=None,
             damaged=self.trace.damaged,
         )

@@ -116,13 +116,15 @@ def caveat(row: Row) -> str:
 def usual_causes(row: Row, wrong: str) -> str:
     """Return those of a requirement's usual causes (`wrong`) that the failure leaves possible.
 
-    There are none if an outdated table explains what was found. A hit that nothing in the run
-    explains has causes of its own. What a hook did wrong by itself has causes of this hook.
+    There are none if it is known that an outdated table explains what was found. A hit that nothing
+    in the run explains has causes of its own. What a hook did wrong by itself has causes of this
+    hook.
     """
     if is_unheard(row):
         return CAUSE
     hook = row.hook if row.requirement.startswith("hook.") else None
-    return "" if row.outdated is not None else possible(wrong, row.absent, hook)
+    known = row.outdated is not None and row.side is not None
+    return "" if known else possible(wrong, row.absent, hook)
 
 
 def beyond(row: Row) -> list[str]:

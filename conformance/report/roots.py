@@ -2,8 +2,8 @@
 """Root causes: which failures of a connector other failures of the same runs explain.
 
 A failure is a consequence if others, of earlier stages, failed in each of its runs. What block
-tables tell goes before the order of stages: a save and a load that went wrong by one outdated table
-are one mistake, and the load says more about it. So is a load of which one failure tells where the
+tables tell goes before the order of stages: saves and loads that went wrong by outdated tables are
+one mistake, and those that fail in most runs say most about it. So is a load of which one failure tells where the
 bytes were, and another one only that they are not there. So is a load that wrote elsewhere and, in
 the same step, left out what it was to bring.
 """
@@ -94,7 +94,8 @@ def roots(rows: Sequence[Row]) -> list[Root]:
     then recommendations.
     """
     groups = by_cause([row for row in rows if row.verdict is Verdict.FAIL])
-    leaders = [_leader(group, groups) for group in groups]
+    outdated = _by_outdated_tables(groups)
+    leaders = [_leader(group, groups, outdated) for group in groups]
     found: list[Root] = []
     home: dict[tuple[str, str], Root] = {}
     holds: dict[int, Root] = {}
@@ -138,13 +139,30 @@ def _rank(row: Row) -> tuple[Stage, bool]:
     return (Stage.SAVE, row.side is None) if here in MOVING else (here, False)
 
 
-def _leader(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
+def _by_outdated_tables(groups: Sequence[list[Row]]) -> list[Row] | None:
+    """Return the group of most runs that outdated tables are known to explain, if there is one."""
+    known = [
+        group
+        for group in groups
+        if _is_by_table(group) and all(row.side is not None for row in group)
+    ]
+    return max(known, key=lambda group: len({row.run for row in group}), default=None)
+
+
+def _is_by_table(group: Sequence[Row]) -> bool:
+    """Return whether an outdated table explains each failure of a group, or may."""
+    return stage(group[0]) in MOVING and all(row.outdated is not None for row in group)
+
+
+def _leader(
+    group: Sequence[Row], groups: Sequence[list[Row]], outdated: list[Row] | None
+) -> list[Row] | None:
     """Return the group that tells more of the same mistake as `group` in each of its runs.
 
-    That is a load which went wrong by the same outdated table as a save, or a load of which `group`
-    does not tell what went wrong, or lookups that find what was stored, and announced, for others,
-    or metadata that does not pickle because of the block state in it, or a load that wrote
-    elsewhere what it left out.
+    That is `outdated`, the group that tells of outdated tables, for what these explain, too; or a
+    load of which `group` does not tell what went wrong, or lookups that find what was stored, and
+    announced, for others, or metadata that does not pickle because of the block state in it, or a
+    load that wrote elsewhere what it left out.
     """
     first = group[0]
     if first.requirement == UNANNOUNCED:
@@ -154,12 +172,12 @@ def _leader(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | No
         return next((one for one in state if _all_in(group, one, _of_event)), None)
     if first.requirement == MISSING and (astray := _written_elsewhere(group, groups)) is not None:
         return astray
+    if outdated is not None and _is_by_table(group) and _may_hide(outdated[0], first):
+        return None if outdated is group else outdated
     for other in groups:
         tells = stage(other[0]) is Stage.LOAD and other[0].side is not None
         if other is group or not tells or not _may_hide(other[0], first):
             continue
-        if stage(first) is Stage.SAVE and _all_in(group, other, _by_table):
-            return other
         if stage(first) is Stage.LOAD and first.side is None and _all_in(group, other, _of_load):
             return other
     return None
@@ -205,11 +223,6 @@ def _all_in(
     """Return whether each row of `group` has a fact that a row of `other` has, too."""
     known = {fact(row) for row in other} - {None}
     return all(fact(row) in known for row in group)
-
-
-def _by_table(row: Row) -> tuple[object, ...] | None:
-    """Return the run and the outdated table that explains a failure; None without one."""
-    return None if row.outdated is None else (row.run, *row.outdated)
 
 
 def _of_event(row: Row) -> tuple[object, ...]:

@@ -38,7 +38,7 @@ _STAGES: tuple[tuple[Stage, tuple[str, ...]], ...] = (
     (Stage.ANNOUNCED, ("events.", "save.completeness", "save.as-plain", "restart.keeps")),
     (Stage.ANNOUNCED, ("lookup.truth", "transfer.delivered")),
     (Stage.CACHE, ("cache.", "identity.")),
-    (Stage.FORM, ("stats.", "handshake.", "finish.", "lookup.sources-add-up", "ranks.engine-id")),
+    (Stage.FORM, ("stats.", "handshake.", "finish.", "lookup.sources-", "ranks.engine-id")),
     (Stage.FORM, ("api.", "lifecycle.threads-end", "lifecycle.shutdown")),
     (Stage.SAVE_UPON_LOAD, ("save.sound",)),
     (Stage.SAVE, ("save.", "streams.save-after-write")),

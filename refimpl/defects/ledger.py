@@ -339,6 +339,25 @@ class CountsBlocks(ReferenceConnector):
         return {source: count // self._block_size for source, count in sources.items()}
 
 
+class NamesAllButOne(ReferenceConnector):
+    """Counts one token of each load as unspecified, and declares that it names all sources."""
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return {**super().kvconform_capabilities(extra_config), "names_sources": True}
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        counts = {
+            CacheHitSource.HOST: num_external_tokens - 1,
+            CacheHitSource.EXTERNAL_UNSPECIFIED: 1,
+        }
+        return {source: count for source, count in counts.items() if count > 0}
+
+
 class ReturnsPool(ReferenceConnector):
     """Returns a memory pool context that cannot be entered."""
 

@@ -233,3 +233,105 @@ def test_a_late_save_shows_how_the_block_was_given_up() -> None:
     reports = [(e["req"], e["direction"]) for e in shown if e["kind"] == "transfer.reported"]
     assert reports == [("a", "send")]
     assert {"req.finished", "hold"} <= {e["kind"] for e in shown}
+
+
+def test_a_session_gets_a_new_table_without_a_preemption() -> None:
+    """Its next admission lists all of its blocks, which are not to be appended to those before."""
+    session = (
+        scheduled(1, "a", 1, 2, 3, listed_as="new"),
+        scheduled(6, "a", 1, 2, 3, 4, listed_as="new"),
+    )
+    run = trace(*session, pos=12, origin=FIRST)
+    _, text, side, step = tell(run, run[-1]) or Story("", "")
+    assert (side, step) == ("save", 6)
+    assert "appended to the table from before the admission in step 6, it is block 3" in text
+    assert "appends a session's blocks" in text
+
+
+def never_computed(block: int | None, pos: int) -> Event:
+    return {
+        "kind": "kv.wrong",
+        "req": "b",
+        "pos": pos,
+        "found": "never_computed",
+        "origin_req": "a",
+        "origin_pos": None,
+        "origin_block": block,
+    }
+
+
+def ending(*events: Event, last: Event) -> list[Event]:
+    """A run that ends with another event than wrong bytes of another position."""
+    run = trace(*events, pos=0, origin=None)
+    run[-1] = {**last, "step": 99, "seq": run[-1]["seq"]}
+    return run
+
+
+def test_a_save_of_appended_blocks_reads_some_before_they_are_computed() -> None:
+    run = ending(*STORY, last=never_computed(5, 16))
+    req, text, side, step = tell(run, run[-1]) or Story("", "")
+    assert (req, side, step) == ("a", "save", 4)
+    assert text.startswith("block 5 is block 1 of the table of request a from step 6 on")
+    assert "from before the preemption in step 4 ahead of it, it is block 4" in text
+    for other in (
+        ending(*STORY, last=never_computed(5, 4)),  # where the request has it indeed
+        ending(*STORY, last=never_computed(None, 16)),
+        ending(*STORY[:1], last=never_computed(2, 4)),  # never preempted
+    ):
+        assert tell(other, other[-1]) is None
+
+
+GRANT = {
+    "kind": "alloc",
+    "step": 6,
+    "req": "a",
+    "transfer": "t",
+    "external": 8,
+    "blocks": [4, 5, 6, 7],
+}
+
+
+@pytest.mark.parametrize(
+    ("slots", "told"), [([8, 9, 10, 11], True), ([8, 16], False), ([32], False), ([], False)]
+)
+def test_a_load_that_wrote_to_blocks_of_its_old_table(slots: list[int], *, told: bool) -> None:
+    """Blocks 1 to 3 are those from before the preemption; block 4 is its own, block 8 nobody's."""
+    last = {
+        "kind": "kv.changed",
+        "after_hook": "start_load_kv",
+        "unallocated": [],
+        "other_request": slots,
+    }
+    run = ending(*STORY[:2], GRANT, last=last)
+    found = tell(run, run[-1])
+    assert (found is not None) == told
+    if found is not None:
+        assert (found.req, found.side, found.outdated) == ("a", "load", 4)
+        assert found.text.startswith("request a had block 2 before the preemption in step 4")
+    two = ending(*STORY[:2], GRANT, {**GRANT, "req": "c", "transfer": "u"}, last=last)
+    assert tell(two, two[-1]) is None, "two loads, of which either may have written"
+
+
+def test_a_load_by_an_old_table_may_explain_what_is_missing_and_has_no_side() -> None:
+    last = {
+        "kind": "load.due",
+        "req": "a",
+        "transfer": "t",
+        "missing": list(range(8)),
+        "reported_failed": False,
+    }
+    run = ending(*STORY[:2], GRANT, last=last)
+    assert tell(run, run[-1]) == Story(
+        "a",
+        "a load that keeps the request's table from before the preemption in step 4 writes"
+        " blocks 1-2 instead",
+        None,
+        4,
+    )
+    for change in ({"missing": []}, {"reported_failed": True}, {"transfer": "other"}):
+        other = ending(*STORY[:2], GRANT, last={**last, **change})
+        assert tell(other, other[-1]) is None
+    first = ending(STORY[0], {**GRANT, "blocks": [1, 2, 3]}, last=last)
+    assert tell(first, first[-1]) is None, "never preempted"
+    same = ending(*STORY[:2], {**GRANT, "blocks": [1, 2, 3]}, last=last)
+    assert tell(same, same[-1]) is None, "the same blocks, where the old table is right"

@@ -23,7 +23,7 @@ from kvconform.dev.mutants.mutation import Mutation
 from kvconform.dev.mutants.subject import Run
 from kvconform.errors import UsageError
 from kvconform.judge.foreign import ForeignKV
-from kvconform.judge.records import CaseReport
+from kvconform.judge.records import CaseReport, Verdict
 from kvconform.process import clock, watchdog
 from kvconform.process.supervisor import dies_with_parent
 from kvconform.run.lines import Recorder
@@ -160,6 +160,9 @@ def _mutant(connection: Connection, job: Job, spec: Spec, targets: Mapping[str, 
         connection.send(message)
         if failed or report.harness_error:
             return 0
+        if (refusal := _refused(report)) is not None:
+            connection.send({"start": refusal})
+            return 0
     if job.explore > 0:
         _explore(connection, job, spec, targets[job.explore_setup])
     return left
@@ -204,6 +207,16 @@ def _judge(run: Run, target: Target, spec: Spec, job: Job, tmp: Path) -> CaseRep
         plain=plain,
         brief=True,
     )
+
+
+def _refused(report: CaseReport) -> str | None:
+    """Return why the connector did not start with the settings of a run, or None if it did.
+
+    The original starts with the settings of every run that is made of a mutant.
+    """
+    if any(row.exercised or row.verdict is not Verdict.UNSUPPORTED for row in report.rows):
+        return None
+    return report.rows[0].message if report.rows else None
 
 
 def failures(report: CaseReport) -> list[str]:

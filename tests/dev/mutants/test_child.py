@@ -11,7 +11,7 @@ import pytest
 
 from kvconform.contract.loader import load_spec
 from kvconform.dev.mutants import child
-from kvconform.judge.records import CaseReport
+from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.process import clock
 
 
@@ -35,3 +35,29 @@ def test_a_limit_is_real_time_although_runs_set_the_clock_forward(
         left = child._mutant(connection, job, load_spec(), targets)
     assert (made, left) == (["a", "b"], 0)
     assert all(message["seconds"] < 100 for message in sent)
+
+
+def test_a_mutant_that_refuses_what_the_original_takes_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    sentence = "the connector refuses groups [full, sliding]: no windows"
+
+    def row(verdict: Verdict, **fields: Any) -> Row:
+        return Row("a.b", "c", "reference", "sync", "v1", 1, 4, verdict, **fields)
+
+    def judged(run: Any, *_: Any) -> CaseReport:
+        made.append(run.id)
+        taken = row(Verdict.PASS, exercised=1)
+        refused = row(Verdict.UNSUPPORTED, message=sentence)
+        return CaseReport(run.id, rows=[taken if run.id == "a" else refused])
+
+    monkeypatch.setattr(child, "_judge", judged)
+    runs: list[Any] = [SimpleNamespace(id=name, setup="only") for name in "abc"]
+    job = child.Job(None, tmp_path, runs, {}, tmp_path, [], 1.0, 0.0, "only")
+    sent: list[child.Message] = []
+    connection: Any = SimpleNamespace(send=sent.append)
+    targets: dict[str, Any] = {"only": None}
+    left = child._mutant(connection, job, load_spec(), targets)
+    assert (made, left) == (["a", "b"], 0)
+    assert sent[-1] == {"start": sentence}
