@@ -140,11 +140,7 @@ class ThreadPoolConnector(KVConnectorBase_V1):
     ) -> None:
         """Note the block table of an admitted request, and plan the load that was granted."""
         block_ids = blocks.get_block_ids()[0]
-        before = self._trackers.get(request.request_id)
-        tracker = Tracker(request, list(block_ids))
-        # The second call, after its load: the cache may have been reset while it loaded.
-        tracker.frozen = before is not None and before.frozen and not before.scheduled
-        self._trackers[request.request_id] = tracker
+        self._trackers[request.request_id] = Tracker(request, list(block_ids))
         if num_external_tokens == 0:
             return
         first = self._local_tokens[request.request_id] // self._block_size
