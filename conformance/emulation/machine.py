@@ -97,6 +97,7 @@ class Machine:
     def __init__(self, delay: Delay | None, patience: int) -> None:
         self.delay = delay
         self.patience = patience
+        self.rank = 0  # of a tensor-parallel group, whose work is queued and asked for
         self.lock = threading.RLock()
         self.queues: list[Queue] = []
         self.clock = 0  # pieces of work ever run; the time base of timing events
@@ -212,11 +213,12 @@ class Machine:
     def poll(self, mark: Mark) -> bool:
         """Return whether the mark is reached, for event.query().
 
-        Returns False at most `patience` times, then runs the mark's queue up to it.
+        Returns False at most `patience` times, and once more per rank before the current one; then
+        runs the mark's queue up to it.
         """
         with self.lock:
             if not mark.reached:
-                if mark.polls < self.patience:
+                if mark.polls < self.patience + self.rank:
                     mark.polls += 1
                     return False
                 self.demand(mark)

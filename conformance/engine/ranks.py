@@ -25,6 +25,7 @@ from kvconform.contract.trace import Trace
 from kvconform.engine.lifecycle import Lifecycle
 from kvconform.engine.worker import Worker
 from kvconform.kernels.codes import CodeBook
+from kvconform.kv import device
 from kvconform.kv.cache import Group, PagedCache, SlicedCache
 from kvconform.kv.content import Content
 from kvconform.kv.provenance import HandedOut, Registry
@@ -298,9 +299,11 @@ class Ranks:
         before = self.current
         self.current = rank
         self._trace.rank = rank.place.rank
+        device.current.driving(rank.place.rank)
         try:
             with in_place(rank.place):
                 yield
         finally:
+            device.current.driving(0)
             self._trace.rank = None
             self.current = before

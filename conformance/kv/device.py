@@ -91,6 +91,13 @@ class Timeline(Protocol):
         Work that nothing waited for need not be done.
         """
 
+    def driving(self, rank: int) -> None:
+        """Take note of the rank whose half of the connector is called from now on.
+
+        Where the device decides when transfers are done, those of later ranks take longer, so that
+        the ranks report them in different steps.
+        """
+
     def calling(self) -> AbstractContextManager[None]:
         """Return the context in which the connector is called."""
 
@@ -140,6 +147,9 @@ class Unobserved:
     def exclusive(self) -> AbstractContextManager[Any]:
         """Return a context that does nothing."""
         return nullcontext()
+
+    def driving(self, rank: int) -> None:
+        """Do nothing: all ranks are alike."""
 
     def calling(self) -> AbstractContextManager[None]:
         """Return a context that does nothing."""

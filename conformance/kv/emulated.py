@@ -119,6 +119,10 @@ class Emulated:
         """See Timeline."""
         return self.cuda.machine.lock
 
+    def driving(self, rank: int) -> None:
+        """See Timeline."""
+        self.cuda.machine.rank = rank
+
     def finish(self) -> None:
         """See Timeline. A fault of the connector's work is raised in the next hook.
 

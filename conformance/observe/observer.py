@@ -301,11 +301,16 @@ class Observer:
         self.memory.kept(kept)
 
     def _keep_loading(self) -> None:
-        """Note what requests are loading during a reset: they have it afterwards."""
-        for grant in self._loads.open_grants():
-            request = self.view.scheduler.requests.get(grant.req)
-            if request is not None and not request.is_finished():
-                self._kept(request, grant.end)
+        """Note what requests are loading during a reset, or have loaded and not yet run with.
+
+        They have it afterwards.
+        """
+        loading = {grant.key: grant.end for grant in self._loads.open_grants()}
+        for (req, generation), end in (self._unused | loading).items():
+            request = self.view.scheduler.requests.get(req)
+            mine = request is not None and generation == self.view.generation(req)
+            if mine and not request.is_finished():
+                self._kept(request, end)
 
     # -- plans
     def planned(self, entry: Mapping[str, Any], slots: int | None) -> None:

@@ -34,6 +34,8 @@ RUNS = (
     "lifecycle.fail-finish[vllm-sync-v1-d1-b4]",
     "lifecycle.fail-shared-chunked[vllm-sync-v1-d1-b4]",
     "lifecycle.id-after-abort[vllm-async-v1-d2-b4]",
+    "lifecycle.reset-while-loading[reference-sync-v1-d1-b4]",
+    "lifecycle.reset-while-loading[vllm-async-v1-d2-b4]",
     "lifecycle.shutdown-in-flight[reference-async-v1-d2-b4]",
     "multi.beside-idle[vllm-sync-v1-d1-b4]",
     "placeholders.conversation[reference-async-v1-d2-b4]",

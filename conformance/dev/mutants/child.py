@@ -45,7 +45,8 @@ class Job:
     - `runs`: in this order. `plain`: their baseline runs, by the suite's id of the run.
     - `seconds`: those of the original, by run.
     - `limit`: seconds of all runs together, after which no further one begins; None: no limit.
-    - `excused`: `run requirement` that kills nothing. `known`: causes that exploration may find.
+    - `excused`: `run requirement` that kills nothing. `skipped`: runs that judge nothing of the
+      original. `known`: causes that exploration may find.
     - `files`: files of the subject's modules, by module.
     """
 
@@ -63,6 +64,7 @@ class Job:
     seconds: Mapping[str, float] = field(default_factory=dict)
     limit: float | None = None
     excused: frozenset[str] = frozenset()
+    skipped: frozenset[str] = frozenset()
     known: frozenset[str] = frozenset()
     files: Mapping[str, str] = field(default_factory=dict)
 
@@ -160,7 +162,7 @@ def _mutant(connection: Connection, job: Job, spec: Spec, targets: Mapping[str, 
         connection.send(message)
         if failed or report.harness_error:
             return 0
-        if (refusal := _refused(report)) is not None:
+        if run.id not in job.skipped and (refusal := _refused(report)) is not None:
             connection.send({"start": refusal})
             return 0
     if job.explore > 0:
@@ -210,10 +212,7 @@ def _judge(run: Run, target: Target, spec: Spec, job: Job, tmp: Path) -> CaseRep
 
 
 def _refused(report: CaseReport) -> str | None:
-    """Return why the connector did not start with the settings of a run, or None if it did.
-
-    The original starts with the settings of every run that is made of a mutant.
-    """
+    """Return why a run judged nothing of the connector, or None if it did."""
     if any(row.exercised or row.verdict is not Verdict.UNSUPPORTED for row in report.rows):
         return None
     return report.rows[0].message if report.rows else None

@@ -218,6 +218,7 @@ class Server:
             seconds=self.original.seconds,
             limit=self.limit if mutation else None,
             excused=frozenset(self.original.failed),
+            skipped=frozenset(self.original.skipped),
             known=frozenset(self.original.found),
             files={module: str(path) for module, path in self._paths.items()},
         )

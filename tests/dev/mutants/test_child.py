@@ -53,11 +53,12 @@ def test_a_mutant_that_refuses_what_the_original_takes_does_not_start(
         return CaseReport(run.id, rows=[taken if run.id == "a" else refused])
 
     monkeypatch.setattr(child, "_judge", judged)
-    runs: list[Any] = [SimpleNamespace(id=name, setup="only") for name in "abc"]
-    job = child.Job(None, tmp_path, runs, {}, tmp_path, [], 1.0, 0.0, "only")
+    runs: list[Any] = [SimpleNamespace(id=name, setup="only") for name in "abcd"]
+    skipped = frozenset("b")  # the original refuses that, too
+    job = child.Job(None, tmp_path, runs, {}, tmp_path, [], 1.0, 0.0, "only", skipped=skipped)
     sent: list[child.Message] = []
     connection: Any = SimpleNamespace(send=sent.append)
     targets: dict[str, Any] = {"only": None}
     left = child._mutant(connection, job, load_spec(), targets)
-    assert (made, left) == (["a", "b"], 0)
+    assert (made, left) == (["a", "b", "c"], 0)
     assert sent[-1] == {"start": sentence}
