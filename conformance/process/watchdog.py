@@ -273,6 +273,8 @@ def start(limit: float = DEFAULT_LIMIT, note: Path | None = None, grace: float =
         _watch.owner = threading.get_ident()
         signal.signal(_SIGNAL, _watch.on_signal)
     _watch.running = True
+    # C code that keeps the interpreter lock from now on lets the thread do nothing.
+    _watch.push_back(None, clock.monotonic())
     threading.Thread(target=_watch.patrol, name=THREAD, daemon=True).start()
 
 

@@ -85,7 +85,7 @@ def test_a_part_is_killed_at_the_limit_with_all_that_it_started(tmp_path: Path) 
 
 def test_the_next_call_goes_on_and_a_timed_out_part_comes_last(tmp_path: Path) -> None:
     first, second = part("first", "import time; time.sleep(600)"), part("second", "pass")
-    before, _, _ = run(tmp_path, first, second, minutes=0.7 / 60)
+    before, _, _ = run(tmp_path, first, second, minutes=3 / 60)
     assert before == {
         "first": ("timed out", before["first"][1]),
         "second": ("not run", "no time was left"),
@@ -107,7 +107,7 @@ def test_the_next_call_goes_on_and_a_timed_out_part_comes_last(tmp_path: Path) -
 def test_a_timed_out_part_of_an_earlier_stage_comes_last_too(tmp_path: Path) -> None:
     gate = replace(part("gate", "import time; time.sleep(600)"), stage=Stage.GATES)
     rest = part("rest", "pass")
-    run(tmp_path, gate, rest, minutes=0.7 / 60)
+    run(tmp_path, gate, rest, minutes=3 / 60)
     _, said, _ = run(tmp_path, replace(part("gate", "pass"), stage=Stage.GATES), rest, jobs=2)
     assert [line for line in said if ": The part" in line] == [
         "rest: The part rest",

@@ -68,7 +68,7 @@ DYING = """
 import ctypes, os, sys, time
 from pathlib import Path
 from kvconform.process import watchdog
-watchdog.start(0.3, Path(sys.argv[1]), grace=0.3)
+watchdog.start({limit}, Path(sys.argv[1]), grace=0.3)
 with watchdog.case("some.case[v]"), watchdog.hook("save_kv_layer", step=7):
     {body}
 print("alive")
@@ -93,9 +93,9 @@ LOCK_TWICE = (
 )
 def test_the_note_survives(tmp_path: Path, body: str, hung: bool) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", DYING.format(body=body), str(tmp_path / "n")],
+        [sys.executable, "-c", DYING.format(body=body, limit=0.3), str(tmp_path / "n")],
         capture_output=True,
-        timeout=20,
+        timeout=60,
     )
     assert done.returncode == (watchdog.EXIT_HANG if hung else 5)
     note = watchdog.read_note(tmp_path / "n")
@@ -109,11 +109,13 @@ def test_the_note_survives(tmp_path: Path, body: str, hung: bool) -> None:
 
 
 def test_c_code_that_keeps_the_interpreter_lock(tmp_path: Path) -> None:
-    body = "time.sleep(0.2); " + LOCK_TWICE.format(dll="PyDLL")
+    # On a busy machine, the daemon thread takes a while to see that a hook has begun.
+    seen = "while watchdog._watch.fires > time.monotonic() + 60: time.sleep(0.01)"
+    body = f"exec({seen!r}); " + LOCK_TWICE.format(dll="PyDLL")
     done = subprocess.run(
-        [sys.executable, "-c", DYING.format(body=body), str(tmp_path / "n")],
+        [sys.executable, "-c", DYING.format(body=body, limit=2), str(tmp_path / "n")],
         capture_output=True,
-        timeout=20,
+        timeout=60,
     )
     assert done.returncode == 1
     note = watchdog.read_note(tmp_path / "n")
