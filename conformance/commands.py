@@ -48,9 +48,10 @@ def show(what: str, area: str | None = None, *, everything: bool = False) -> Non
         raise UsageError(f"list what? {what!r} is none of {', '.join(KINDS)}, and no area{close}")
     columns, rows = _rows(spec, what)
     if area is not None:
+        known = {row[1] for row in rows} if columns[1] == "area" else set()
         rows = [row for row in rows if columns[1] == "area" and row[1] == area]
         if not rows:
-            close = did_you_mean(area, areas)
+            close = did_you_mean(area, known - {area})
             raise UsageError(f"there are no {what} of area {area!r}{close}")
     if not sys.stdout.isatty():
         sys.stdout.writelines("\t".join(row) + "\n" for row in rows)

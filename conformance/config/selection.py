@@ -143,6 +143,17 @@ class Selection:
         return {name: position for position, name in enumerate(ids)}
 
 
+def narrows(settings: Settings) -> bool:
+    """Return whether settings leave out part of the profile, other than by cases of one's own."""
+    return (
+        bool(settings.select)
+        or settings.engine != "all"
+        or settings.scheduling != "all"
+        or settings.slow != "all"
+        or settings.trace is not None
+    )
+
+
 def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
     """Select by the settings. UsageError for unknown ids, or if nothing is left to run."""
     if settings.profile not in spec.profiles:
@@ -165,14 +176,8 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
         shown = [name for name in spec.requirements if name in wanted_requirements]
         judged = list(dict.fromkeys([*judged, *shown]))
     found = Selection([], judged, shown, _matching(settings.disable, spec.requirements))
-    found.narrowed = (
-        bool(settings.select)
-        or bool(spec.own_cases)  # the user's own cases are run instead of the profile's
-        or settings.engine != "all"
-        or settings.scheduling != "all"
-        or settings.slow != "all"
-        or settings.trace is not None
-    )
+    # The user's own cases are run instead of the profile's.
+    found.narrowed = narrows(settings) or bool(spec.own_cases)
     not_in_force = [
         name for name, req in spec.requirements.items() if known and not req.in_force(vllm)
     ]

@@ -452,6 +452,14 @@ _kind(
     "differs, its kind, and the values here (of `req`) and there (of `of`), in words.",
 )
 _kind(
+    "hit.sources",
+    "sched",
+    "req:str generation:int granted:int named:int needed:int",
+    "get_external_cache_hit_sources returned, of a class that says where hits come from: the "
+    "tokens that it counted under host, p2p or disk, of those granted. needed = tokens that were "
+    "to be loaded, in some group: without a window or a state, a block for each.",
+)
+_kind(
     "lookup.permitted",
     "sched",
     "req:str end:int local:int prompts:int? allowed:int of:str?",

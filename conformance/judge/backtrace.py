@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvconform.contract.events import NO_OWNER, is_restart
 from kvconform.contract.trace import Event
@@ -29,15 +29,18 @@ Side = Literal["load", "save"]
 class Story(NamedTuple):
     """Where wrong bytes were before.
 
-    `req` is the request whose table shows it; `side` is known if an outdated table explains them.
-    `outdated` is the step of the preemption, or of a session's next admission, before which that
-    table was right; without a side, that table may explain them.
+    `req` is the request whose table shows it; `side` is where they went wrong, as far as that is
+    known. `outdated` is the step of the preemption, or of a session's next admission, before which
+    a table was right that explains them; `suspected` the same, if that table only may explain them.
+    `failed`: a load into the block had failed.
     """
 
     req: str
     text: str
     side: Side | None = None
     outdated: int | None = None
+    suspected: int | None = None
+    failed: bool = False
 
 
 @dataclass
@@ -45,8 +48,8 @@ class Stay:
     """One stay of a request on the engine, from an admission to a preemption or its end.
 
     A session stays until it is admitted again with more input (`readmitted`), and keeps its blocks.
-    `since`, `preempted`, `readmitted` and `finished` are steps; `table` is the block table at the end of the
-    stay, and `got` the step in which each of its blocks was first there.
+    `since`, `preempted`, `readmitted` and `finished` are steps; `table` is the block table at the
+    end of the stay, and `got` the step in which each of its blocks was first there.
     """
 
     since: int
@@ -125,12 +128,15 @@ def tell(trace: list[Event], event: Event) -> Story | None:
     start = trace[0]
     if start.get("groups", 1) > 1 or start.get("context_ranks", 1) > 1:
         return None
+    kind = event["kind"]
+    if kind not in ("kv.changed", "load.due", "kv.wrong"):
+        return None
     size = start["block_size"]
-    if event["kind"] == "kv.changed":
+    if kind == "kv.changed":
         return next(_strayed(trace, event, size), None)
-    if event["kind"] == "load.due":
+    if kind == "load.due":
         return next(_missed(trace, event, size), None)
-    if event["kind"] == "kv.wrong" and event["found"] == "never_computed":
+    if event["found"] == "never_computed":
         return next(_too_early(trace, event, size), None)
     place = source(event)
     if place is None or event["found"] not in ("other_position", "other_request"):
@@ -161,7 +167,8 @@ def tell(trace: list[Event], event: Event) -> Story | None:
 def _taken(known: dict[str, list[Stay]], owner: str, held: int, wanted: int) -> Iterator[Story]:
     """Yield a story per request that had the block of `owner` before it, at the index `wanted`.
 
-    A save of that request that read the block too late, or by its old table, found KV of `owner`.
+    A save of that request that read the block too late, or by its old table, found KV of `owner`;
+    which of the two, nothing tells.
     """
     for stay in known.get(owner, []):
         if held >= len(stay.table):
@@ -181,7 +188,7 @@ def _taken(known: dict[str, list[Stay]], owner: str, held: int, wanted: int) -> 
                         f" and belongs to request {owner} from step {stay.got[block]} on:"
                         f" a save of {name} read it after that"
                     )
-                    yield Story(name, text, "save", earlier.preempted)
+                    yield Story(name, text, "save", suspected=earlier.preempted)
 
 
 def _held(req: str, pos: int, stay: Stay, block: int) -> str:
@@ -253,25 +260,32 @@ def _before(mine: list[Stay]) -> tuple[list[int], Stay | None]:
 
 
 def _too_early(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
-    """Yield a story per request whose save by an outdated table read a block too early.
+    """Yield a story per request that may have saved `origin_block` before it was computed.
 
-    It read `origin_block`, which the request has by then, at another index of its table.
+    A load into it had failed, and the owner saved it before it was computed; or another request had
+    it before, and saved it too late; or the owner saved it by an outdated table, as it never was at
+    this index of its table. Where it was there once, a save by
+    the right table may have come before the KV.
     """
     block = event.get("origin_block")
     wanted = event["pos"] // size
+    owner = event["origin_req"]
     known = stays(trace, event["seq"])
-    for name in dict.fromkeys([event["origin_req"], *known]):
+    for e in trace[: event["seq"]]:
+        if e["kind"] == "transfer.failed" and e["req"] == owner and block in e["blocks"]:
+            text = f"the load into block {block} had failed in step {e['step']}"
+            yield Story(owner, text, failed=True)
+    for stay in known.get(owner, []):
+        if block in stay.table:
+            yield from _taken(known, owner, stay.table.index(block), wanted)
+    for name in dict.fromkeys([owner, *known]):
         mine = known.get(name, [])
+        if any(stay.table[wanted : wanted + 1] == [block] for stay in mine):
+            continue
         for number, stay in enumerate(mine):
             before, last = _before(mine[:number])
             joined = before + stay.table
-            if (
-                last is not None
-                and block in stay.table
-                and wanted < len(joined)
-                and joined[wanted] == block
-                and stay.table.index(block) != wanted
-            ):
+            if last is not None and block in stay.table and joined[wanted : wanted + 1] == [block]:
                 text = (
                     f"block {block} is block {stay.table.index(block)} of the table of request"
                     f" {name} from step {stay.got[block]} on; with the table from before"
@@ -300,7 +314,7 @@ def _strayed(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
 def _missed(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
     """Yield a story if a load by an old table of the request would miss what is missing.
 
-    That is possible, not proved, so the story has no side.
+    That is possible, not proved: a load that writes nothing misses the same.
     """
     grant = next(
         (
@@ -314,15 +328,14 @@ def _missed(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
         return
     before, last = _before(stays(trace, grant["seq"]).get(event["req"], []))
     lacking = dict.fromkeys(position // size for position in event["missing"])
-    if last is not None and all(
-        index >= len(before) or before[index] != grant["blocks"][index] for index in lacking
-    ):
-        joined = before + grant["blocks"]
+    mine = grant["blocks"]
+    if last is not None and all(before[at : at + 1] != mine[at : at + 1] for at in lacking):
+        joined = before + mine
         text = (
             f"a load that keeps the request's table from before {last.change}"
-            f" writes {_blocks(joined[index] for index in lacking)} instead"
+            f" writes {_blocks(joined[at] for at in lacking if at < len(joined))} instead"
         )
-        yield Story(event["req"], text, None, last.changed)
+        yield Story(event["req"], text, suspected=last.changed)
 
 
 def _blocks(blocks: Iterable[int]) -> str:
@@ -520,12 +533,11 @@ def _of_origin(trace: list[Event], event: Event) -> list[Event]:
     These are the admissions, preemptions and resumptions of the request that the bytes were
     computed for, and of the one that `tell` names, the saves of both around the position, and the
     steps in which these saves were made, or the position was computed. For poison that was taken
-    too early, they are the steps in which it could be: the request had the block, and had not
-    computed the position.
+    too early, they are what happened to its block, as far as that is known.
     """
     place = source(event)
     if place is None:
-        return _before_computed(trace, event)
+        return _of_block(trace, event)
     req, pos = place
     reqs = [req]
     story = tell(trace, event)
@@ -601,21 +613,35 @@ def _outlived(trace: list[Event], event: Event) -> list[Event]:
     ]
 
 
-def _before_computed(trace: list[Event], event: Event) -> list[Event]:
-    """Return the steps in which the source request of poison had the block and not yet the KV.
+def _of_block(trace: list[Event], event: Event) -> list[Event]:
+    """Return what happened to the block that poison was read from; nothing for other events.
 
-    Nothing is returned for other events than a kv.wrong of KV that was never computed.
+    When requests got it and lost it, the loads into it that failed, and the steps in which its
+    owner had it in the right place and not computed the position.
     """
     owner = event.get("origin_req")
     if owner is None or event["found"] != "never_computed":
         return []
     pos = event["pos"]
     index = pos // trace[0]["block_size"]
-    return [
-        e
-        for e in trace
-        if e["kind"] == "req.scheduled"
-        and e["req"] == owner
-        and index < len(e["table"])
-        and e["computed"] + e["scheduled"] <= pos
-    ]
+    block = event.get("origin_block")
+    holders: set[tuple[Any, Any]] = set()
+    found = []
+    for e in trace:
+        who = e.get("req"), e.get("generation")
+        if e["kind"] == "req.scheduled":
+            here = e["table"][index : index + 1]
+            early = who[0] == owner and here and e["computed"] + e["scheduled"] <= pos
+            got = block in e["table"] and who not in holders
+            if got:
+                holders.add(who)
+            if got or (early and block in (None, *here)):
+                found.append(e)
+        elif e["kind"] == "req.state" and e["to"] == "PREEMPTED" and who in holders:
+            holders.discard(who)  # it may get the block again
+            found.append(e)
+        elif (e["kind"] == "req.finished" and who in holders) or (
+            e["kind"] == "transfer.failed" and block in e["blocks"]
+        ):
+            found.append(e)
+    return found

@@ -192,6 +192,13 @@ def _permitted(e: Event) -> str:
     )
 
 
+def _sources(e: Event) -> str:
+    return (
+        f"of {many(e['granted'], 'token')} granted to {e['req']}, {e['needed']} of them to be"
+        f" loaded, {e['named']} were counted under host, p2p or disk"
+    )
+
+
 def _refused(e: Event) -> str:
     said = "without a sentence" if e["sentence"] is None else f"with: {e['sentence']}"
     return f"the connector does not start with {e['asked']}: it ended {said}"
@@ -680,6 +687,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "queries": _queries,
     "lookup": _lookup,
     "lookup.permitted": _permitted,
+    "hit.sources": _sources,
     "start.refused": _refused,
     "block.published": _published,
     "hook.returned": _hook,
@@ -791,7 +799,7 @@ _HITS = {
 }
 """What is wrong with a hit, by requirement: the sentence begins with its numbers."""
 _SAVED_BY_OLD_TABLE = "a save read by an outdated block table, and stored"
-"""Bytes of a position of the same table: not only was the block someone else's by then."""
+"""It never was the right block: not only was it someone else's by then."""
 
 
 def kv_found(found: str) -> str:
@@ -800,18 +808,23 @@ def kv_found(found: str) -> str:
 
 
 def headline(
-    event: Event, requirement: str, side: str | None, *, again: bool = False
+    event: Event,
+    requirement: str,
+    side: str | None,
+    *,
+    outdated: bool = False,
+    again: bool = False,
 ) -> str | None:
     """Return in a few words what broke a requirement; None where the sentence is short enough.
 
-    `side`: where wrong bytes went wrong, if it is known (kvconform.judge.backtrace). `again`: the
-    event is a report that came more often than it may.
+    `side`: where wrong bytes went wrong, if it is known; `outdated`: by an outdated block table
+    (kvconform.judge.backtrace). `again`: the event is a report that came more often than it may.
     """
     if again:
         return f"{_named(event)} again"
     if event["kind"] == "kv.wrong":
         what = kv_found(event["found"])
-        if side == "save" and event["found"] == "other_position":
+        if side == "save" and outdated:
             return f"{_SAVED_BY_OLD_TABLE} {what}"
         if side is not None:
             return f"{_BY_TABLE[side]} {what}"

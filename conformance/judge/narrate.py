@@ -13,7 +13,7 @@ from kvconform.judge.describe import cause, describe, headline, hook_of, place
 from kvconform.judge.identity import CLAIMED, another, apart, differing
 from kvconform.judge.leases import lease_of
 from kvconform.judge.ranks import reports_of
-from kvconform.judge.records import Row, Verdict
+from kvconform.judge.records import FAILED_LOAD, Row, Verdict
 from kvconform.judge.strays import loader
 
 
@@ -47,7 +47,14 @@ def narrate(
             row.side = story.side if story is not None else None
             if story is not None and story.outdated is not None:
                 row.outdated = (story.req, story.outdated)
-            row.headline = headline(event, row.requirement, row.side, again=again)
+            if story is not None and story.suspected is not None:
+                row.suspected = (story.req, story.suspected)
+            if story is not None and story.failed:
+                row.cause += (FAILED_LOAD,)
+            outdated = row.outdated is not None
+            row.headline = headline(
+                event, row.requirement, row.side, outdated=outdated, again=again
+            )
         if event["kind"] == "kv.wrong" or row.requirement == CLAIMED:
             _tell_apart(row, event, differing(trace, event), parts)
         if (owner := claimed(trace, event)) is not None:

@@ -35,6 +35,8 @@ class Verdict(StrEnum):
     DISABLED = "DISABLED"  # switched off by the operator
 
 
+FAILED_LOAD = "failed load"
+"""Last part of the cause of a failure: a load into the block had failed."""
 MUST = ("MUST", "MUST NOT")
 """Levels of requirements whose violations count."""
 
@@ -114,8 +116,12 @@ class Row:
         tuple[str, int] | None,
         Field(
             description="the request, and the step of its preemption or next admission, whose block"
-            " table from before explains what was found, or may explain it if there is no side"
+            " table from before explains what was found"
         ),
+    ] = None
+    suspected: Annotated[
+        tuple[str, int] | None,
+        Field(description="the same as `outdated`, where that table only may explain it"),
     ] = None
     absent: Annotated[
         tuple[str, ...],

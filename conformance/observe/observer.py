@@ -90,6 +90,7 @@ class Observer:
     def _listen(self, probe: Probe) -> None:
         probe.on("get_num_new_matched_tokens", after=self._lookup)
         probe.on("update_state_after_alloc", after=self._alloc)
+        probe.on("get_external_cache_hit_sources", after=self._sources)
         probe.on("request_finished", after=self._finished)
         probe.on("request_finished_all_groups", after=self._finished)
         self.metadata.watch_scheduler(probe)
@@ -281,6 +282,39 @@ class Observer:
         """Return the blocks of a request's local prefix-cache hit of `local` tokens."""
         blocks = self.view.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
         return list(blocks[: local // self._loads.shape.block_size])
+
+    def _sources(self, call: Call) -> None:
+        """Emit how many tokens of a hit have a source, if the class says where hits come from."""
+        if call.error is not None or not _names_sources(type(call.connector)):
+            return
+        request = call.arg(0, "request")
+        counts = call.result if isinstance(call.result, dict) else {}
+        named = (count for source, count in counts.items() if source in _SOURCES)
+        granted = call.arg(1, "num_external_tokens")
+        self.trace.emit(
+            "hit.sources",
+            req=request.request_id,
+            generation=self.view.generation(request.request_id),
+            granted=granted,
+            named=sum(count for count in named if isinstance(count, int)),
+            needed=self._needed(request, granted),
+        )
+
+    def _needed(self, request: Any, granted: int) -> int:
+        """Return how many granted tokens have a block in some group, or are part of a state."""
+        groups = self._loads.shape.groups
+        if any(group.recurrent for group in groups):
+            return granted
+        known = self._lookups.get(self._incarnation(request))
+        start = 0 if known is None else known.local
+        tables = self.view.tables().get(request.request_id, [])
+        return sum(
+            any(
+                position // group.block_size < len(table) and table[position // group.block_size]
+                for group, table in zip(groups, tables, strict=False)
+            )
+            for position in range(start, start + granted)
+        )
 
     def _tables(self, tables: Iterable[Sequence[int]]) -> list[list[Any]]:
         """Return per group: tokens per block, tokens in the window (0: unlimited), block ids."""
@@ -520,6 +554,18 @@ class Observer:
         self.trace.emit(
             "cache.reset", phase=phase, returned=returned, running=running, connector=True
         )
+
+
+_SOURCES = ("host", "p2p", "disk")
+"""The values of vLLM's CacheHitSource that a connector may name."""
+
+
+def _names_sources(connector: type) -> bool:
+    """Return whether a class says where its hits come from, by its label or by a method."""
+    method = "get_external_cache_hit_sources"
+    owner = next((cls for cls in connector.__mro__ if method in vars(cls)), None)
+    labelled = getattr(connector, "_cache_hit_source", None) in _SOURCES
+    return labelled or (owner is not None and owner.__name__ != "KVConnectorBase_V1")
 
 
 def starved(scheduler: Any, request: Any, end: int, block_size: int) -> bool:

@@ -14,12 +14,14 @@ from kvconform.config.settings import Settings
 from kvconform.contract.situation import situations
 from kvconform.judge.circumstances import possible
 from kvconform.judge.foreign import CAUSE
-from kvconform.judge.records import Row
+from kvconform.judge.records import FAILED_LOAD, Row
 from kvconform.report.collector import Collector
 from kvconform.report.stage import Stage, is_unheard, stage
 
 SHOWN = 4
 """Number of causes of one requirement that are shown separately. Further causes join the last."""
+CONFIRMED = "save.confirmed"
+"""The requirement on saves that come too early; for KV that was never there, also too late."""
 PROCESS_RULE = "A connector MUST NOT end the process that it runs in."
 """The rule of a failure about a dead process whose requirement the specification does not have."""
 
@@ -116,15 +118,16 @@ def caveat(row: Row) -> str:
 def usual_causes(row: Row, wrong: str) -> str:
     """Return those of a requirement's usual causes (`wrong`) that the failure leaves possible.
 
-    There are none if it is known that an outdated table explains what was found. A hit that nothing
-    in the run explains has causes of its own. What a hook did wrong by itself has causes of this
-    hook.
+    There are none if an outdated table explains what was found, or a save is known to have come too
+    late, or upon a failed load. A hit that nothing in the run
+    explains has causes of its own. What a hook did wrong by itself has causes of this hook.
     """
     if is_unheard(row):
         return CAUSE
     hook = row.hook if row.requirement.startswith("hook.") else None
-    known = row.outdated is not None and row.side is not None
-    return "" if known else possible(wrong, row.absent, hook)
+    late = row.requirement == CONFIRMED and row.side == "save"
+    told = row.outdated is not None or late or FAILED_LOAD in row.cause
+    return "" if told else possible(wrong, row.absent, hook)
 
 
 def beyond(row: Row) -> list[str]:

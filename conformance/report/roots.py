@@ -3,9 +3,9 @@
 
 A failure is a consequence if others, of earlier stages, failed in each of its runs. What block
 tables tell goes before the order of stages: saves and loads that went wrong by outdated tables are
-one mistake, and those that fail in most runs say most about it. So is a load of which one failure tells where the
-bytes were, and another one only that they are not there. So is a load that wrote elsewhere and, in
-the same step, left out what it was to bring.
+one mistake, and those that fail in most runs say most about it. So is a load of which one failure
+tells where the bytes were, and another one only that they are not there. So is a load that wrote
+elsewhere and, in the same step, left out what it was to bring.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from kvconform.judge.records import Row, Verdict
+from kvconform.judge.records import FAILED_LOAD, Row, Verdict
 from kvconform.judge.strays import LOADING
-from kvconform.report.causes import by_cause
+from kvconform.report.causes import CONFIRMED, by_cause
 from kvconform.report.stage import Stage, stage
 
 UNANNOUNCED = "events.complete"
 PICKLABLE, BLOCK_STATE = "meta.picklable", "meta.block-state-dropped"
 CLAIMS = ("lookup.identity", "lookup.truth")
 """Requirements on lookups: what is claimed wrongly was not announced for this request either."""
+OWNED, SOUND = "save.owned", "save.sound"
 ASTRAY, MISSING = "load.only-grant", "load.complete-or-failed"
 MOVING = (Stage.SAVE, Stage.LOAD)
 """Stages in which a connector copies KV."""
@@ -139,30 +140,49 @@ def _rank(row: Row) -> tuple[Stage, bool]:
     return (Stage.SAVE, row.side is None) if here in MOVING else (here, False)
 
 
-def _by_outdated_tables(groups: Sequence[list[Row]]) -> list[Row] | None:
-    """Return the group of most runs that outdated tables are known to explain, if there is one."""
+def _by_outdated_tables(groups: Sequence[list[Row]]) -> list[list[Row]]:
+    """Return the groups that outdated tables explain, that of most runs first."""
     known = [
         group
         for group in groups
-        if _is_by_table(group) and all(row.side is not None for row in group)
+        if stage(group[0]) in MOVING and all(row.outdated is not None for row in group)
     ]
-    return max(known, key=lambda group: len({row.run for row in group}), default=None)
+    return sorted(known, key=lambda group: -len({row.run for row in group}))
 
 
-def _is_by_table(group: Sequence[Row]) -> bool:
-    """Return whether an outdated table explains each failure of a group, or may."""
-    return stage(group[0]) in MOVING and all(row.outdated is not None for row in group)
+def _is_by_table(group: Sequence[Row], known: Sequence[Sequence[Row]]) -> bool:
+    """Return whether outdated tables explain a group: for sure, or as far as others show.
+
+    A load that did not write may have used such a table if another load did. A save that read a
+    block too late may have done so if one of the same run and step did.
+    """
+    if stage(group[0]) not in MOVING:
+        return False
+    rows = [row for one in known for row in one]
+    loads = any(row.side == "load" for row in rows)
+    tables = {_by_table(row, row.outdated) for row in rows}
+    return all(
+        row.outdated is not None
+        or (row.suspected is not None and row.side is None and loads)
+        or (row.suspected is not None and _by_table(row, row.suspected) in tables)
+        for row in group
+    )
+
+
+def _by_table(row: Row, table: tuple[str, int] | None) -> tuple[object, ...] | None:
+    """Return the run of a failure and an outdated table; None without one."""
+    return None if table is None else (row.run, *table)
 
 
 def _leader(
-    group: Sequence[Row], groups: Sequence[list[Row]], outdated: list[Row] | None
+    group: Sequence[Row], groups: Sequence[list[Row]], outdated: Sequence[list[Row]]
 ) -> list[Row] | None:
     """Return the group that tells more of the same mistake as `group` in each of its runs.
 
-    That is `outdated`, the group that tells of outdated tables, for what these explain, too; or a
-    load of which `group` does not tell what went wrong, or lookups that find what was stored, and
-    announced, for others, or metadata that does not pickle because of the block state in it, or a
-    load that wrote elsewhere what it left out.
+    That is the first of `outdated`, the groups that outdated tables explain, for what these
+    explain, too; or a load of which `group` does not tell what went wrong, or saves of what was not
+    there, or lookups that find what was stored, and announced, for others, or metadata that does
+    not pickle because of the block state in it, or a load that wrote elsewhere what it left out.
     """
     first = group[0]
     if first.requirement == UNANNOUNCED:
@@ -170,15 +190,33 @@ def _leader(
     if first.requirement == PICKLABLE:
         state = (one for one in groups if one[0].requirement == BLOCK_STATE)
         return next((one for one in state if _all_in(group, one, _of_event)), None)
+    if first.requirement == CONFIRMED and (known := _early_or_late(group, groups)) is not None:
+        return known
     if first.requirement == MISSING and (astray := _written_elsewhere(group, groups)) is not None:
         return astray
-    if outdated is not None and _is_by_table(group) and _may_hide(outdated[0], first):
-        return None if outdated is group else outdated
+    if outdated and _is_by_table(group, outdated) and _may_hide(outdated[0][0], first):
+        return None if outdated[0] is group else outdated[0]
     for other in groups:
         tells = stage(other[0]) is Stage.LOAD and other[0].side is not None
         if other is group or not tells or not _may_hide(other[0], first):
             continue
         if stage(first) is Stage.LOAD and first.side is None and _all_in(group, other, _of_load):
+            return other
+    return None
+
+
+def _early_or_late(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
+    """Return the group that tells why KV was stored that was not there yet, or no longer.
+
+    Saves that read blocks after their request had lost them, or saves upon failed loads.
+    """
+    for other in groups:
+        if not _may_hide(other[0], group[0]):
+            continue
+        late = all(row.side == "save" and row.outdated is None for row in group)
+        if other[0].requirement == OWNED and late:
+            return other
+        if other[0].requirement == SOUND and FAILED_LOAD in group[0].cause:
             return other
     return None
 

@@ -40,7 +40,7 @@ ANSWER = {
 MORE = " (report.html has all of it; -v prints it here)"
 LISTED = 4
 """Number of runs, cases or tracebacks that are listed by name."""
-UNREACHED = 3
+UNREACHED = 2
 """Number of runs that are listed with the situation that they did not reach."""
 
 
@@ -258,10 +258,9 @@ def _unmet(console: Console, reports: Iterable[CaseReport], found: Aggregate) ->
         return
     whose = "it tests" if len(unmet) == 1 else "they test"
     text = f"{many(len(unmet), 'run')} did not reach the situation {whose}"
-    text += "; a store that is small, not persistent or written late is one reason,"
-    text += " a failure that was not reported another"
+    text += ", as where little is stored, or late"
     if found.unreached:
-        text += f". They did not exercise {listed(list(found.unreached), LISTED)}"
+        text += f". They did not exercise {listed(list(found.unreached), UNREACHED)}"
     console.print()
     lines = wrapped(text, console.width)
     for report in unmet[:UNREACHED]:

@@ -310,6 +310,10 @@ def _permitted(e: Event) -> tuple[str, str]:
     return "permitted", f"{e['req']} up to token {e['allowed']}, claimed up to {e['end']}"
 
 
+def _sources(e: Event) -> tuple[str, str]:
+    return "sources", f"{e['req']} named={e['named']} needed={e['needed']} granted={e['granted']}"
+
+
 def _updated(e: Event) -> tuple[str, str]:
     return "  landed", f"{e['req']} step {e['of_step']}: {_counters(e)} {e['status']}"
 
@@ -447,6 +451,7 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "request.identity": _identity,
     "lookup.namesake": _namesake,
     "lookup.permitted": _permitted,
+    "hit.sources": _sources,
     "alloc": _alloc,
     "req.state": _state,
     "req.updated": _updated,

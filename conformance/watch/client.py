@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+# Sets variables that tell servers apart; a process that imports vLLM has them.
+import kvconform.compat.environment  # noqa: F401
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem, KvconformError
 from kvconform.session import wire

@@ -17,6 +17,8 @@ from typing import TypeVar
 
 from rich.console import Console
 
+from kvconform.config.exists import check_connector_exists
+from kvconform.config.selection import narrows
 from kvconform.config.settings import Settings
 from kvconform.errors import KvconformError, UsageError
 from kvconform.files import scratch_root
@@ -58,6 +60,9 @@ def with_server(
 def once(settings: Settings, note: Callable[[str], None]) -> int:
     """Judge once through the warm server, and return the exit code of the run."""
     check(settings)
+    check_connector_exists(
+        settings.connector, settings.pythonpath, stand_ins=bool(settings.adapters)
+    )
     path = client.path_for(settings)
     return with_server(path, settings, note, lambda: client.run(settings, path))
 
@@ -187,7 +192,11 @@ class Watcher:
         first = not self._judged
         self._judged = True
         self._screen.judged(
-            report, None if first else before, self._failing, self._settings.report_dir
+            report,
+            None if first else before,
+            self._failing,
+            self._settings.report_dir,
+            part=narrows(self._settings) or bool(self._settings.cases),
         )
 
     def _ask(self, ask: Callable[[], int]) -> int:

@@ -12,12 +12,12 @@ from rich.markup import escape
 
 from kvconform.errors import one_line
 from kvconform.report.jsonl import Report
+from kvconform.report.layout import wrapped
 
 Failing = Mapping[str, Mapping[str, str]]
 """Requirement -> run -> what was found."""
 MOST = 8
 """Requirements of a kind that one screen lists."""
-WIDTH = 110
 
 
 class Screen:
@@ -49,10 +49,12 @@ class Screen:
         """Print why the connector could not be judged."""
         self._print(f"[bold red]not judged[/]    {escape(sentence)}")
 
-    def judged(self, report: Report, before: Failing | None, now: Failing, folder: str) -> None:
+    def judged(
+        self, report: Report, before: Failing | None, now: Failing, folder: str, *, part: bool
+    ) -> None:
         """Print the verdict, and what fails now that did not, and the other way round.
 
-        `before`: what failed last time; None the first time.
+        `before`: what failed last time; None the first time. `part`: not all was judged.
         """
         if before is None:
             self._list("[bold red]fails[/]        ", now, sorted(now))
@@ -65,7 +67,8 @@ class Screen:
             }:
                 self._print("nothing else changed")
         style = "bold red" if now else "bold green"
-        self._print(f"[{style}]{escape(report.word)}[/]  the whole report: {escape(str(folder))}")
+        word = report.word + (" in what was selected" if part else "")
+        self._print(f"[{style}]{escape(word)}[/]  the whole report: {escape(str(folder))}")
 
     def waiting(self, folder: Path) -> None:
         """Print that the next change is waited for."""
@@ -81,7 +84,8 @@ class Screen:
                 line += f"  [dim]{escape(where)}[/]"
             self._print(line)
             if runs.get(first):
-                self._print(f"    {escape(runs[first][: WIDTH - 4])}")
+                for part in wrapped(runs[first], self._console.width, "    ", "    "):
+                    self._print(escape(part))
         if len(names) > MOST:
             self._print(f"{title} {len(names) - MOST} more")
 

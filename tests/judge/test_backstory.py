@@ -73,7 +73,7 @@ def test_the_origin_names_request_and_position() -> None:
 
 def test_a_save_by_a_table_to_which_a_resumption_was_appended() -> None:
     run = trace(*STORY, pos=12, origin=FIRST)
-    req, text, side, step = tell(run, run[-1]) or Story("", "")
+    req, text, side, step, *_ = tell(run, run[-1]) or Story("", "")
     assert (side, step) == ("save", 4)
     assert req == "a" and text.startswith(
         "block 4 held it from step 6 on, as block 0 of the table of request a; "
@@ -93,7 +93,7 @@ def test_a_save_by_the_table_from_before_the_preemption() -> None:
         pos=8,
         origin=FIRST,
     )
-    _, text, side, step = tell(run, run[-1]) or Story("", "")
+    _, text, side, step, *_ = tell(run, run[-1]) or Story("", "")
     assert (side, step) == ("save", 4)
     assert (
         "block 3 held it from step 6 on" in text
@@ -109,7 +109,7 @@ def test_bytes_read_in_the_step_of_the_resumption_were_loaded_by_the_old_table()
         scheduled(99, "b", 5, 6, 2, 3, listed_as="resumed"),
     )
     run = trace(*mine, pos=8, origin=("b", 4))
-    req, text, side, step = tell(run, run[-1]) or Story("", "")
+    req, text, side, step, *_ = tell(run, run[-1]) or Story("", "")
     assert (side, step) == ("load", 4)
     assert req == "b" and text.startswith(
         "block 2 is block 2 of the request's table from step 99 on; it was block 1 of it before the"
@@ -183,8 +183,8 @@ def test_kv_of_another_request_was_saved_from_a_block_that_had_changed_hands() -
     run = trace(*mine, pos=4, origin=("x", 5), found="other_request")
     assert tell(run, run[-1]) is None, "not the same place of the block"
     run = trace(*mine, pos=5, origin=("x", 5), found="other_request")
-    req, text, side, step = tell(run, run[-1]) or Story("", "")
-    assert (req, side, step) == ("a", "save", 4)
+    req, text, side, _, suspected, _ = tell(run, run[-1]) or Story("", "")
+    assert (req, side, suspected) == ("a", "save", 4)
     assert text.startswith(
         "block 2 was block 1 of request a up to its preemption in step 4,"
         " and belongs to request x from step 6 on"
@@ -242,7 +242,7 @@ def test_a_session_gets_a_new_table_without_a_preemption() -> None:
         scheduled(6, "a", 1, 2, 3, 4, listed_as="new"),
     )
     run = trace(*session, pos=12, origin=FIRST)
-    _, text, side, step = tell(run, run[-1]) or Story("", "")
+    _, text, side, step, *_ = tell(run, run[-1]) or Story("", "")
     assert (side, step) == ("save", 6)
     assert "appended to the table from before the admission in step 6, it is block 3" in text
     assert "appends a session's blocks" in text
@@ -269,15 +269,43 @@ def ending(*events: Event, last: Event) -> list[Event]:
 
 def test_a_save_of_appended_blocks_reads_some_before_they_are_computed() -> None:
     run = ending(*STORY, last=never_computed(5, 16))
-    req, text, side, step = tell(run, run[-1]) or Story("", "")
+    req, text, side, step, *_ = tell(run, run[-1]) or Story("", "")
     assert (req, side, step) == ("a", "save", 4)
     assert text.startswith("block 5 is block 1 of the table of request a from step 6 on")
     assert "from before the preemption in step 4 ahead of it, it is block 4" in text
+    of_another = ending(*STORY, *({**e, "req": "c"} for e in STORY), last=never_computed(5, 16))
+    assert (tell(of_another, of_another[-1]) or Story("", "")).req == "a", "the block's owner"
     for other in (
         ending(*STORY, last=never_computed(5, 4)),  # where the request has it indeed
+        # It was there before the preemption, when it was saved too early.
+        ending(scheduled(1, "a", 9, 5), *STORY[1:], last=never_computed(5, 4)),
         ending(*STORY, last=never_computed(None, 16)),
         ending(*STORY[:1], last=never_computed(2, 4)),  # never preempted
     ):
+        assert tell(other, other[-1]) is None
+
+
+def test_a_save_that_came_after_its_block_had_got_another_owner() -> None:
+    """Request c had the block up to its end, at this place; only then did a get it."""
+    mine = (
+        scheduled(1, "c", 7, 5, listed_as="new"),
+        {"kind": "req.finished", "step": 3, "req": "c"},
+        scheduled(4, "a", 9, 8, 5, listed_as="new"),
+    )
+    run = ending(*mine, last=never_computed(5, 4))
+    req, text, side, step, suspected, _ = tell(run, run[-1]) or Story("", "")
+    assert (req, side, step, suspected) == ("c", "save", None, None)
+    assert text.endswith("from step 4 on: a save of c read it after that")
+    assert "block 5 was block 1 of request c up to its end in step 3" in text
+
+
+def test_a_save_of_a_block_whose_load_had_failed() -> None:
+    failed = {"kind": "transfer.failed", "step": 7, "req": "a", "blocks": [5]}
+    run = ending(*STORY, failed, last=never_computed(5, 4))
+    told = tell(run, run[-1])
+    assert told == Story("a", "the load into block 5 had failed in step 7", failed=True)
+    for change in ({"blocks": [6]}, {"req": "x"}):
+        other = ending(*STORY, {**failed, **change}, last=never_computed(5, 4))
         assert tell(other, other[-1]) is None
 
 
@@ -291,16 +319,20 @@ GRANT = {
 }
 
 
+@pytest.mark.parametrize("field", ["unallocated", "other_request"])
 @pytest.mark.parametrize(
     ("slots", "told"), [([8, 9, 10, 11], True), ([8, 16], False), ([32], False), ([], False)]
 )
-def test_a_load_that_wrote_to_blocks_of_its_old_table(slots: list[int], *, told: bool) -> None:
+def test_a_load_that_wrote_to_blocks_of_its_old_table(
+    slots: list[int], field: str, *, told: bool
+) -> None:
     """Blocks 1 to 3 are those from before the preemption; block 4 is its own, block 8 nobody's."""
     last = {
         "kind": "kv.changed",
         "after_hook": "start_load_kv",
         "unallocated": [],
-        "other_request": slots,
+        "other_request": [],
+        field: slots,
     }
     run = ending(*STORY[:2], GRANT, last=last)
     found = tell(run, run[-1])
@@ -312,7 +344,7 @@ def test_a_load_that_wrote_to_blocks_of_its_old_table(slots: list[int], *, told:
     assert tell(two, two[-1]) is None, "two loads, of which either may have written"
 
 
-def test_a_load_by_an_old_table_may_explain_what_is_missing_and_has_no_side() -> None:
+def test_a_load_by_an_old_table_may_explain_what_is_missing() -> None:
     last = {
         "kind": "load.due",
         "req": "a",
@@ -325,13 +357,19 @@ def test_a_load_by_an_old_table_may_explain_what_is_missing_and_has_no_side() ->
         "a",
         "a load that keeps the request's table from before the preemption in step 4 writes"
         " blocks 1-2 instead",
-        None,
-        4,
+        suspected=4,
     )
     for change in ({"missing": []}, {"reported_failed": True}, {"transfer": "other"}):
         other = ending(*STORY[:2], GRANT, last={**last, **change})
         assert tell(other, other[-1]) is None
     first = ending(STORY[0], {**GRANT, "blocks": [1, 2, 3]}, last=last)
     assert tell(first, first[-1]) is None, "never preempted"
+    later = ending(*STORY[:1], GRANT, STORY[1], last=last)
+    assert tell(later, later[-1]) is None, "preempted after the grant"
+    longer = ending(*STORY[:2], GRANT, last={**last, "missing": [*range(12, 16)]})
+    text = (tell(longer, longer[-1]) or Story("", "")).text
+    assert text.endswith("writes block 4 instead"), "beyond the old table"
+    short = ending(*STORY[:2], {**GRANT, "blocks": []}, last={**last, "missing": [40]})
+    assert tell(short, short[-1]) is None, "a table that does not reach so far"
     same = ending(*STORY[:2], {**GRANT, "blocks": [1, 2, 3]}, last=last)
     assert tell(same, same[-1]) is None, "the same blocks, where the old table is right"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvconform.judge.foreign import UNHEARD
-from kvconform.judge.records import Row, Verdict
+from kvconform.judge.records import FAILED_LOAD, Row, Verdict
 from kvconform.report.roots import Root, roots
 from kvconform.report.stage import Stage, stage
 
@@ -59,18 +59,49 @@ def told(requirement: str, case: str, side: str, outdated: tuple[str, int] | Non
 
 
 def test_what_outdated_tables_explain_is_one_mistake() -> None:
-    """What fails in most runs says most about it, and must be known to be explained."""
+    """What fails in most runs says most about it."""
     save = told("save.owned", "c", "save", ("a", 5))
     loads = [told("load.position", case, "load", ("a", 5)) for case in ("c", "d")]
     assert shape(roots([save, *loads])) == [("load.position", ["save.owned"], [])]
-    missing = row("load.complete-or-failed", "e")
-    missing.outdated = ("b", 3)
-    assert shape(roots([missing, save, *loads])) == [
-        ("load.position", ["save.owned", "load.complete-or-failed"], [])
-    ]
-    assert len(roots([missing])) == 1
-    missing.outdated = save.outdated = None
-    assert len(roots([missing, save, *loads])) == 3, "no table tells of these"
+    save.outdated = ("x", 9)
+    assert shape(roots([save, *loads])) == [("load.position", ["save.owned"], [])]
+    save.outdated = None
+    assert len(roots([save, *loads])) == 2, "no table tells of the save"
+    save.outdated = ("a", 5)
+    advice = [told("load.position", case, "load", ("a", 5)) for case in ("c", "d")]
+    for row_ in advice:
+        row_.gating = False
+    assert len(roots([save, *advice])) == 2, "advice hides nothing that counts"
+    elsewhere = told("lookup.truth", "z", "save", ("a", 5))
+    assert len(roots([elsewhere, *loads])) == 2, "no copying of KV"
+
+
+def test_saves_that_came_too_late_are_one_mistake() -> None:
+    """KV of another request was read from the block, or what it holds before any is computed."""
+    owned = told("save.owned", "c", "save", None)
+    early = told("save.confirmed", "d", "save", None)
+    assert shape(roots([early, owned])) == [("save.owned", ["save.confirmed"], [])]
+    early.side = None
+    assert len(roots([early, owned])) == 2, "not known to be late"
+    early.side, early.outdated = "save", ("a", 5)
+    assert len(roots([early, owned])) == 2, "by an outdated table"
+
+
+def test_what_an_outdated_table_may_explain_needs_another_failure_that_one_explains() -> None:
+    """The load is suspected if another load did use an old table; a save, if one of its run did."""
+    missing = [row("load.complete-or-failed", case) for case in ("e", "f", "g")]
+    for each in missing:
+        each.suspected = ("b", 3)
+    load = told("load.position", "c", "load", ("a", 5))
+    save = told("save.confirmed", "c", "save", ("a", 5))
+    assert shape(roots([*missing, load])) == [("load.position", ["load.complete-or-failed"], [])]
+    assert len(roots([*missing, save])) == 2, "only saves are known to use old tables"
+    late = told("save.owned", "c", "save", None)
+    late.suspected = ("a", 5)
+    loads = [load, told("load.position", "d", "load", ("a", 5))]
+    assert shape(roots([late, *loads])) == [("load.position", ["save.owned"], [])]
+    late.suspected = ("a", 9)
+    assert len(roots([late, *loads])) == 2, "another preemption"
 
 
 def test_a_load_of_which_the_bytes_are_explained_explains_what_it_left_out() -> None:
@@ -133,6 +164,9 @@ def test_a_load_that_failed_in_silence_explains_what_was_stored_upon_it() -> Non
     assert shape(roots([stored, silent])) == [("load.complete-or-failed", ["save.sound"], [])]
     other, lost = row("save.confirmed", event=3), row("save.completeness", event=9)
     assert len(roots([other, stored])) == 2
+    poison = row("save.confirmed", "another run", event=3)
+    poison.cause = ("kv.wrong", FAILED_LOAD)
+    assert shape(roots([poison, stored])) == [("save.sound", ["save.confirmed"], [])]
     assert shape(roots([other, lost])) == [("save.confirmed", ["save.completeness"], [])]
 
 

@@ -91,7 +91,8 @@ def test_areas_in_which_nothing_was_judged_share_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "named", "more"), [(1, 1, None), (2, 2, None), (3, 3, None), (5, 3, "and 2 more")]
+    ("number", "named", "more"),
+    [(1, 1, None), (2, 2, None), (3, 2, "and 1 more"), (5, 2, "and 3 more")],
 )
 def test_runs_that_did_not_reach_their_situation(number: int, named: int, more: str | None) -> None:
     found = collector(runs=6)

@@ -18,6 +18,7 @@ from kvconform.report.ci.annotation import Annotation
 from kvconform.report.compare import changes
 from kvconform.report.compare.changes import Comparison
 from kvconform.report.jsonl import Report
+from kvconform.report.summary import NAME as SUMMARY
 
 LONGEST = 3000
 """Largest number of characters of a workflow command's message."""
@@ -96,6 +97,15 @@ def code_quality(found: Iterable[Annotation], place: Place) -> str:
     return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
 
 
+def _reasons(report: Report) -> list[str]:
+    """Return why there is no verdict, as the summary beside a report has it; nothing without."""
+    try:
+        found = json.loads((report.path.parent / SUMMARY).read_text(encoding="utf-8"))
+        return [str(reason) for reason in found["extra"]["reasons"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+
+
 def markdown(
     report: Report, found: Sequence[Annotation], comparison: Comparison | None, report_is: Place
 ) -> str:
@@ -104,6 +114,7 @@ def markdown(
     lines = [f"## {SIGN.get(verdict, '⚠️')} {report.word}: {pages.plain(report.name)}", ""]
     if not report.complete:
         lines += ["The run was cut off: these are the results until then.", ""]
+    lines += [f"{pages.plain(reason)}\n" for reason in _reasons(report) if report.silent]
     if found:
         lines += ["| requirement | found | where |", "|---|---|---|"]
         for one in found:
