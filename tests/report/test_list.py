@@ -56,6 +56,9 @@ def test_an_area_may_be_named_alone(capsys: pytest.CaptureFixture[str]) -> None:
         commands.show("loadd")
     with pytest.raises(UsageError, match="no cases of area 'startup'"):
         commands.show("cases", "startup")
+    with pytest.raises(UsageError) as refused:
+        commands.show("requirements", "findings")
+    assert "did you mean findings" not in str(refused.value)
 
 
 def test_a_word_that_is_no_id_is_made_a_glob() -> None:

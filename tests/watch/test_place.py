@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -104,3 +105,21 @@ def test_another_vllm_has_another_server(tmp_path: Path, monkeypatch: pytest.Mon
         assert place.socket_of({}) != before
     finally:
         installed.vllm_root.cache_clear()
+
+
+def test_a_command_that_has_not_imported_vllm_finds_the_same_server() -> None:
+    """Importing vLLM sets environment variables, and the environment tells servers apart."""
+    code = (
+        "from kvconform.config.settings import Settings\n"
+        "from kvconform.watch import client\n"
+        "print(client.path_for(Settings()))\n"
+        "import kvconform.session.worker\n"
+        "print(client.path_for(Settings()))\n"
+    )
+    unset = ("VLLM_", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    first, second = done.stdout.split()
+    assert first == second and first.endswith(".sock")

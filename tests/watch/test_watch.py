@@ -48,7 +48,8 @@ def test_watching() -> None:
             return found
 
         try:
-            assert any(line.startswith("CONFORMANT ") for line in screen())
+            right = "CONFORMANT in what was selected "
+            assert any(line.startswith(right) for line in screen())
             project.file.write_text(WRONG)
             shown = "".join(screen())
             assert "changed: mine.py" in shown
