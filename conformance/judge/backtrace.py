@@ -264,8 +264,8 @@ def _too_early(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
 
     A load into it had failed, and the owner saved it before it was computed; or another request had
     it before, and saved it too late; or the owner saved it by an outdated table, as it never was at
-    this index of its table. Where it was there once, a save by
-    the right table may have come before the KV.
+    this index of its table. Where it was there once, a save by the right table may have come before
+    the KV.
     """
     block = event.get("origin_block")
     wanted = event["pos"] // size

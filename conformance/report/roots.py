@@ -96,12 +96,18 @@ def roots(rows: Sequence[Row]) -> list[Root]:
     """
     groups = by_cause([row for row in rows if row.verdict is Verdict.FAIL])
     outdated = _by_outdated_tables(groups)
-    leaders = [_leader(group, groups, outdated) for group in groups]
+    leaders = {id(group): _leader(group, groups, outdated) for group in groups}
     found: list[Root] = []
     home: dict[tuple[str, str], Root] = {}
     holds: dict[int, Root] = {}
-    # Those with a leader come last, so that its root is known.
-    for group, leader in sorted(zip(groups, leaders, strict=True), key=lambda one: bool(one[1])):
+
+    def distance(group: list[Row]) -> int:
+        leader = leaders[id(group)]
+        return 0 if leader is None else 1 + distance(leader)
+
+    # Those with a leader come after it, so that its root is known.
+    for group in sorted(groups, key=distance):
+        leader = leaders[id(group)]
         root = _explained_by(group, found) if leader is None else holds[id(leader)]
         if root is None:
             root = Root(group)
@@ -208,7 +214,7 @@ def _leader(
 def _early_or_late(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
     """Return the group that tells why KV was stored that was not there yet, or no longer.
 
-    Saves that read blocks after their request had lost them, or saves upon failed loads.
+    These are saves that read blocks after their request had lost them, or saves upon failed loads.
     """
     for other in groups:
         if not _may_hide(other[0], group[0]):

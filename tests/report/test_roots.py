@@ -81,6 +81,12 @@ def test_saves_that_came_too_late_are_one_mistake() -> None:
     owned = told("save.owned", "c", "save", None)
     early = told("save.confirmed", "d", "save", None)
     assert shape(roots([early, owned])) == [("save.owned", ["save.confirmed"], [])]
+    owned.suspected = ("a", 5)
+    load = told("load.position", "c", "load", ("a", 5))
+    more = told("load.position", "e", "load", ("a", 5))
+    assert shape(roots([early, owned, load, more])) == [
+        ("load.position", ["save.owned", "save.confirmed"], [])
+    ], "a chain"
     early.side = None
     assert len(roots([early, owned])) == 2, "not known to be late"
     early.side, early.outdated = "save", ("a", 5)
