@@ -122,8 +122,8 @@ def tell(trace: list[Event], event: Event) -> Story | None:
     """Return the story of the wrong bytes of `event`.
 
     None if that is not known, as in a run with several block tables per request (KV cache groups,
-    context ranks). Besides wrong bytes, it is told of a load that wrote elsewhere, or not at all,
-    whether the table from before a preemption explains it.
+    context ranks). The event may also be that a load wrote elsewhere, or did not write: the story
+    says whether the table from before a preemption explains that.
     """
     start = trace[0]
     if start.get("groups", 1) > 1 or start.get("context_ranks", 1) > 1:
@@ -230,13 +230,12 @@ def _outdated(
     stay and those before it.
     """
     for number, stay in enumerate(mine):
-        before = [block for earlier in mine[:number] for block in earlier.table]
+        before, last = _before(mine[:number])
         joined = before + stay.table
-        if not before or held == wanted or held >= len(stay.table) or wanted >= len(joined):
+        if last is None or not before or held == wanted:
             continue
-        if joined[wanted] != stay.table[held]:
+        if held >= len(stay.table) or wanted >= len(joined) or joined[wanted] != stay.table[held]:
             continue
-        last = mine[number - 1]
         text = (
             f"block {joined[wanted]} held it from step {stay.since} on,"
             f" as block {held} of the table of request {req}"

@@ -30,7 +30,6 @@ from kvconform.report import jsonl, statement, summary, terminal
 from kvconform.report.collector import Collector
 from kvconform.report.html import page
 from kvconform.report.jsonl import FooterLine, HeaderLine, Report, read
-from kvconform.report.summary import Summary
 
 JUNIT = "junit.xml"
 
@@ -253,11 +252,8 @@ def collect(reports: Sequence[Report], spec: Spec) -> tuple[Collector, list[str]
 
 def _seconds(folder: Path) -> float:
     """Return the seconds that a shard took; 0 if its summary.json is missing or damaged."""
-    try:
-        text = (folder / summary.NAME).read_text(encoding="utf-8")
-        return Summary.model_validate_json(text).seconds
-    except (OSError, ValidationError):
-        return 0.0
+    found = summary.read(folder)
+    return 0.0 if found is None else found.seconds
 
 
 def _join_junit(paths: Sequence[Path], out: Path) -> None:

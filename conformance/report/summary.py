@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from kvconform import __version__, files
 from kvconform.adapters.registry import titles
 from kvconform.judge.aggregate import Aggregate
@@ -46,6 +48,14 @@ class Summary(Part):
     cases: CaseCounts
     seconds: float
     extra: dict[str, Any] = {}
+
+
+def read(folder: Path) -> Summary | None:
+    """Return the summary in a report's folder; None if it is missing or damaged."""
+    try:
+        return Summary.model_validate_json((folder / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None
 
 
 def write(

@@ -13,12 +13,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvconform.judge.aggregate import WORST_FIRST
-from kvconform.report import pages
+from kvconform.report import pages, summary
 from kvconform.report.ci.annotation import Annotation
 from kvconform.report.compare import changes
 from kvconform.report.compare.changes import Comparison
 from kvconform.report.jsonl import Report
-from kvconform.report.summary import NAME as SUMMARY
 
 LONGEST = 3000
 """Largest number of characters of a workflow command's message."""
@@ -98,12 +97,9 @@ def code_quality(found: Iterable[Annotation], place: Place) -> str:
 
 
 def _reasons(report: Report) -> list[str]:
-    """Return why there is no verdict, as the summary beside a report has it; nothing without."""
-    try:
-        found = json.loads((report.path.parent / SUMMARY).read_text(encoding="utf-8"))
-        return [str(reason) for reason in found["extra"]["reasons"]]
-    except (OSError, ValueError, LookupError, TypeError):
-        return []
+    """Return why a report has no verdict, from summary.json; empty if it has one."""
+    found = summary.read(report.path.parent) if report.silent else None
+    return [] if found is None else [str(reason) for reason in found.extra.get("reasons", ())]
 
 
 def markdown(
@@ -114,7 +110,7 @@ def markdown(
     lines = [f"## {SIGN.get(verdict, '⚠️')} {report.word}: {pages.plain(report.name)}", ""]
     if not report.complete:
         lines += ["The run was cut off: these are the results until then.", ""]
-    lines += [f"{pages.plain(reason)}\n" for reason in _reasons(report) if report.silent]
+    lines += [f"{pages.plain(reason)}\n" for reason in _reasons(report)]
     if found:
         lines += ["| requirement | found | where |", "|---|---|---|"]
         for one in found:
