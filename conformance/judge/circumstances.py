@@ -7,7 +7,7 @@ A usual cause that needs such a circumstance is ruled out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from kvconform.contract.trace import Event
 
@@ -59,17 +59,22 @@ def absent(trace: Iterable[Event], failure: Event) -> tuple[str, ...]:
     return tuple(missing)
 
 
-def possible(wrong: str, ruled_out: Iterable[str], hook: str | None = None) -> str:
+def possible(
+    wrong: str, ruled_out: Iterable[str], hook: str | None = None, errors: Collection[str] = ()
+) -> str:
     """Return the usual causes in `wrong` that need none of the circumstances `ruled_out`.
 
     `wrong` is a sentence of alternatives, separated by semicolons. `hook`: only those that show in
-    this hook, or that name none.
+    this hook, or that name none. `errors`, if there are some: only causes that name one of these
+    errors, or none.
     """
     words = tuple(word for name in ruled_out for word in WORDS.get(name, ()))
     parts = [part.strip().removeprefix("or ") for part in wrong.strip().rstrip(".").split(";")]
     left = [part for part in parts if part and not any(_has(part, word) for word in words)]
     if hook is not None:
         left = [part for part in left if hook in (names := _hooks(part)) or not names]
+    if errors:
+        left = [part for part in left if not (known := _errors(part)) or known & set(errors)]
     if not left:
         return ""
     text = "; ".join([*left[:-1], "or " + left[-1]]) if len(left) > 1 else left[0]
@@ -79,6 +84,11 @@ def possible(wrong: str, ruled_out: Iterable[str], hook: str | None = None) -> s
 def _has(text: str, word: str) -> bool:
     """Return whether a word of `text` begins with `word`; handle_preemptions is one word."""
     return re.search(rf"\b{re.escape(word)}", text, re.IGNORECASE) is not None
+
+
+def _errors(text: str) -> set[str]:
+    """Return the names of errors in a text."""
+    return set(re.findall(r"\b\w+Error\b", text))
 
 
 def _hooks(text: str) -> list[str]:

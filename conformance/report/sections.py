@@ -18,6 +18,7 @@ from kvconform.report.causes import (
     caveat,
     headline,
     other_runs,
+    other_ways,
     reproduction_words,
     usual_causes,
 )
@@ -29,8 +30,13 @@ from kvconform.words import listed, many
 
 LISTED = 4
 """Number of runs that a whole section lists by name."""
-EXCERPT = 24
-"""Number of lines that an excerpt takes without -v."""
+SECTION = 40
+"""Number of lines of a whole section with its consequences, unless -v is given.
+
+With the header, the line of the root cause and the verdict they are 60 at 80 columns.
+"""
+LEAST, MOST = 12, 24
+"""Least and greatest number of lines for an excerpt without -v: it gets what its section leaves."""
 FEW = 2
 """Number of runs that a folded section lists by name."""
 EXPLAINED = 5
@@ -57,10 +63,12 @@ def print_failures(
         if number > 1 and not verbose:
             _folded(console, collector, root, number, brief=number > EXPLAINED)
             continue
-        _whole(console, collector, root.group, number)
         if not verbose:
+            most = _room(console, collector, root, number)
+            _whole(console, collector, root.group, number, most=most)
             _consequences(console, root)
             continue
+        _whole(console, collector, root.group, number)
         for group in root.consequences:
             _whole(console, collector, group, None, root.row.requirement)
 
@@ -98,19 +106,32 @@ def _title(console: Console, row: Row, number: int | None, of: str | None) -> No
     console.print(f"[red]──[/] [bold red]{escape(label)}[/]{after} [red]{rule}[/]", soft_wrap=True)
 
 
+def _room(console: Console, collector: Collector, root: Root, number: int) -> int:
+    """Return how many lines an excerpt may take in the section of a root cause, without -v."""
+    with console.capture() as rest:
+        _whole(console, collector, root.group, number, most=0)
+        _consequences(console, root)
+    return min(max(SECTION - rest.get().count("\n"), LEAST), MOST)
+
+
 def _whole(
     console: Console,
     collector: Collector,
     group: Sequence[Row],
     number: int | None,
     of: str | None = None,
+    *,
+    most: int | None = None,
 ) -> None:
-    """Print all that is known about one cause; `group` contains its rows."""
+    """Print all that is known about one cause; `group` contains its rows.
+
+    If `most` is given, the excerpt takes at most that many lines, and the reason for the rule is
+    left out.
+    """
     first = group[0]
     requirement = collector.spec.requirements.get(first.requirement)
     _title(console, first, number, of)
     rule = requirement.text if requirement is not None else PROCESS_RULE
-    verbose = collector.settings.verbose
     paragraph(console, "rule", rule, "bold")
     paragraph(console, "found", first.message)
     _where(console, first)
@@ -118,8 +139,8 @@ def _whole(
     if requirement is not None:
         paragraph(console, "usual cause", usual_causes(first, requirement.wrong or ""))
     lines = _excerpt(collector.reports, first)
-    if not verbose:
-        lines = shorten(lines, console.width, EXCERPT)
+    if most is not None:
+        lines = shorten(lines, console.width, most) if most else []
     if lines:
         console.print(Text("step  event", style="dim"))
     for text in lines:
@@ -127,10 +148,10 @@ def _whole(
             style = "bold" if text.startswith(">") else ""
             console.print(Text(line, style=style), soft_wrap=True)
     paragraph(console, "check", first.check)
-    if requirement is not None:
+    if requirement is not None and most is None:
         paragraph(console, "why", requirement.why)
     paragraph(console, "evidence", first.evidence)
-    _also(console, group, LISTED if verbose else FEW)
+    _also(console, group, LISTED if most is None else FEW)
     command(console, "reproduce", reproduction_words(collector, first))
 
 
@@ -197,7 +218,8 @@ def _settings_of(collector: Collector, row: Row) -> str:
 
 
 def _also(console: Console, group: Sequence[Row], most: int) -> None:
-    """Print up to `most` of the other runs that fail for the same cause."""
+    """Print in what other ways a cause shows, and up to `most` of the other runs."""
+    paragraph(console, "also as", "; ".join(other_ways(group)))
     alike, risks = other_runs(group)
     paragraph(console, "also in", _listed(alike, "more run", most=most))
     paragraph(console, "also in", _listed(risks, "run", f" that {NO_VLLM}", most=most))

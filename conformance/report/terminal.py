@@ -186,7 +186,7 @@ def report(
         print_lines(console, collector, found)
     print_failures(console, collector, failures, verbose=verbose)
     _errors(console, rows, reports, collector.settings.debug)
-    _unmet(console, reports, found)
+    _unmet(console, reports, found, brief=bool(found.failed) and not verbose)
     _answer(console, found, where, seconds, part=_part(collector), verbose=verbose)
 
 
@@ -251,13 +251,21 @@ def _errors(
         console.print(Text(error), soft_wrap=True)
 
 
-def _unmet(console: Console, reports: Iterable[CaseReport], found: Aggregate) -> None:
-    """Print which runs did not reach the situation that they test, and what they are about."""
+def _unmet(
+    console: Console, reports: Iterable[CaseReport], found: Aggregate, *, brief: bool
+) -> None:
+    """Print which runs did not reach the situation that they test, and what they are about.
+
+    With `brief`, print only their number: next to failures, of which they may be consequences.
+    """
     unmet = [report for report in reports if report.unmet]
     if not unmet:
         return
     whose = "it tests" if len(unmet) == 1 else "they test"
     text = f"{many(len(unmet), 'run')} did not reach the situation {whose}"
+    if brief:
+        console.print(f"\n[dim]{text} (report.html names them).[/]", soft_wrap=True)
+        return
     text += ", as where little is stored, or late"
     if found.unreached:
         text += f". They did not exercise {listed(list(found.unreached), UNREACHED)}"

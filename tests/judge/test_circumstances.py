@@ -82,10 +82,15 @@ def test_only_the_beginning_of_a_word_names_a_circumstance() -> None:
         ("load.only-grant", None, "abort, write to a lost block", r"Lets [^;]* aborted [^;]*"),
         ("load.only-grant", None, "abort, preemption", ""),
         ("load.only-grant", None, "drafts", ""),
-        ("hook.no-raise", "build_connector_meta", "placeholders", r"Slices .*; or indexes .*"),
-        ("hook.no-raise", "build_connector_meta", "drafts", r"Slices [^;]*"),
+        (
+            "hook.no-raise",
+            "build_connector_meta",
+            "placeholders",
+            r"Slices .*; goes on .*; or indexes .*",
+        ),
+        ("hook.no-raise", "build_connector_meta", "drafts", r"Slices [^;]*; or goes on [^;]*"),
         ("hook.no-raise", "handle_preemptions", "drafts", r"Reads metadata [^;]*"),
-        ("hook.no-raise", "request_finished", "drafts", r"Asserts [^;]*; or slices [^;]*"),
+        ("hook.no-raise", "request_finished", "drafts", r"Takes it [^;]*; or slices [^;]*"),
         ("hook.no-raise", "save_kv_layer", "placeholders", ""),
     ],
 )
@@ -100,3 +105,13 @@ def test_the_causes_that_a_failure_leaves_possible(
 def test_every_word_rules_something_out() -> None:
     texts = " ".join((each.wrong or "").lower() for each in load_spec().requirements.values())
     assert [word for words in WORDS.values() for word in words if word not in texts] == []
+
+
+def test_a_cause_that_names_an_error_is_dropped_for_other_errors() -> None:
+    text = "Goes too far (an IndexError) in one_hook; or forgets a request (a KeyError)."
+    assert possible(text, (), "one_hook", ("hook.returned", "IndexError")) == (
+        "Goes too far (an IndexError) in one_hook."
+    )
+    assert possible(text, (), "one_hook", ("hook.returned", "ValueError")) == ""
+    assert possible("Waits for a lock.", (), "one_hook", ("KeyError",)) == "Waits for a lock."
+    assert possible(text, (), "one_hook") == text
