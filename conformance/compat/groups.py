@@ -143,6 +143,8 @@ def build_cache_config(cache: PagedCache) -> KVCacheConfig:
     )
     if hasattr(config, "hash_block_size"):
         config.hash_block_size = cache.hash_size
+    if hasattr(config, "prefix_cache_retention_interval"):
+        config.prefix_cache_retention_interval = cache.retention_interval
     if hasattr(config, "kv_cache_layout"):
         config.kv_cache_layout = cache.layout
     return config

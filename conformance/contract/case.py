@@ -144,6 +144,11 @@ class Config(Model):
         description="tokens per block hash, if smaller than a block: a prefix-cache hit may end"
         " inside a block",
     )
+    retention_interval: NonNegativeInt | None = Field(
+        default=0,
+        description="tokens between the states and windows that the prefix cache keeps; 0: those at"
+        " the end of a prompt and of what prompts share, null: all",
+    )
     layout: Layout | None = Field(
         default=None,
         description="the only order of a KV tensor's axes that the attention supports",
@@ -197,6 +202,7 @@ OPTIONS: dict[str, str] = {
     "long_prefill_threshold": "long_prefill_token_threshold",
     "window": "hf_overrides",
     "prefix_match_unit": "prefix_match_unit",
+    "retention_interval": "prefix_cache_retention_interval",
     "stats": "disable_log_stats",
 }
 """Fields of `Config` that need no situation, as vLLM has such an option: field -> EngineArgs."""

@@ -190,6 +190,8 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
         groups.make_recurrent(config)
     if settings.prefix_match_unit is not None:
         config.cache_config.prefix_match_unit = settings.prefix_match_unit
+    if hasattr(config.cache_config, "prefix_cache_retention_interval"):
+        config.cache_config.prefix_cache_retention_interval = settings.retention_interval
     if len(settings.groups) > 1:
         # vLLM does not start a connector that does not support several groups.
         config.scheduler_config.disable_hybrid_kv_cache_manager = False

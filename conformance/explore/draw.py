@@ -355,6 +355,10 @@ def _config(dice: Dice, block: int, drafts: int) -> Data:
     return config
 
 
+RETENTION = 32
+"""Tokens between the states and windows that are kept: a multiple of all sizes of blocks."""
+
+
 def _special(dice: Dice, theme: str, engine: str) -> Data:
     """Draw what the theme adds to the configuration."""
     extra: dict[str, Any] = {}
@@ -366,6 +370,9 @@ def _special(dice: Dice, theme: str, engine: str) -> Data:
         extra["groups"] = list(dice.pick(GROUPS)) if engine == "vllm" else ["latent"]
         if {"sliding", "wide"} & set(extra["groups"]):
             extra["window"] = dice.pick([5, 6, 8, 11])
+        if {"sliding", "wide", "state"} & set(extra["groups"]):
+            # The prefix cache keeps few of the windows and states, all of them, or one in so many.
+            extra["retention_interval"] = dice.pick([0, 0, None, RETENTION])
     elif theme == "ranks":
         pipeline = engine == "vllm" and dice.one_in(3)
         extra["pipeline_parallel" if pipeline else "tensor_parallel"] = 2

@@ -127,7 +127,8 @@ class PagedCache:
     tensors have those: block b is the kernel blocks [b * kernel_blocks, (b + 1) * kernel_blocks).
 
     `names` are those of the layers. `drafter` is the index of the drafter's layer, if it has KV.
-    `hash_size` is the number of tokens per block hash.
+    `hash_size` is the number of tokens per block hash. `retention_interval` says which states and
+    windows stay in the prefix cache (vLLM's prefix_cache_retention_interval).
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class PagedCache:
         self.kernel_blocks = self._kernel_blocks()
         self.drafter: int | None = None
         self.hash_size = block_size
+        self.retention_interval: int | None = 0
         self.stride = max(group.block_size for group in self.groups)
         self.names = [f"model.layers.{i}.self_attn.attn" for i in range(book.layers)]
         self.group_of: np.ndarray = np.zeros(num_blocks, dtype=np.int64)
