@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import importlib.machinery
-import math
 import os
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,16 +14,12 @@ from kvconform.config.settings import Settings
 from kvconform.contract.situation import situations
 from kvconform.judge.circumstances import possible
 from kvconform.judge.foreign import CAUSE
-from kvconform.judge.identity import CLAIMED
 from kvconform.judge.records import FAILED_LOAD, Row
 from kvconform.report.collector import Collector
 from kvconform.report.stage import Stage, is_unheard, stage
-from kvconform.words import many
 
 SHOWN = 4
 """Number of causes of one requirement that are shown separately. Further causes join the last."""
-RAISES = "hook.no-raise"
-"""The requirement on hooks that raise."""
 CONFIRMED = "save.confirmed"
 """The requirement on saves that come too early; for KV that was never there, also too late."""
 PROCESS_RULE = "A connector MUST NOT end the process that it runs in."
@@ -43,27 +37,18 @@ def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
     """Return failed rows grouped by requirement and cause; at most SHOWN groups of each kind.
 
     The first row of a group says what kind of failure it is: of two requests whose KV was mixed up,
-    it is one that fewest differences tell apart, and of these the most frequent. A risk whose cause
-    also fails where it counts joins that group, behind the rows that count. The requirements are
-    ordered as `_earlier_first` has it, causes before what they may explain
-    (kvconform.report.stage), and the causes of one requirement by first appearance.
-
-    A hook that raises the same error at several lines has one cause, and so have all lookups that
-    find KV of another identity: what else distinguishes them is told by `other_ways`.
+    it is one that fewest differences tell apart. A risk whose cause also fails where it
+    counts joins that group, behind the rows that count. The requirements are ordered as
+    `_earlier_first` has it, causes before what they may explain (kvconform.report.stage); the
+    causes of one requirement by first appearance.
     """
     groups: dict[_Cause, list[Row]] = {}
     home: dict[_Cause, list[Row]] = {}
     shown: dict[tuple[str, bool], list[list[Row]]] = {}
-    common = Counter(row.differs for row in rows)
-
-    def rank(row: Row) -> tuple[bool, float, int]:
-        return not row.gating, len(row.differs) or math.inf, -common[row.differs]
-
-    for row in sorted(rows, key=rank):
-        cause = _one_cause(row) or row.cause
-        key = (row.requirement, row.gating, cause)
-        if row.risk and (row.requirement, True, cause) in home:
-            key = (row.requirement, True, cause)
+    for row in sorted(rows, key=lambda row: (not row.gating, len(row.differs))):
+        key = (row.requirement, row.gating, row.cause)
+        if row.risk and (row.requirement, True, row.cause) in home:
+            key = (row.requirement, True, row.cause)
         if key not in home:
             known = shown.setdefault(key[:2], [])
             if len(known) < SHOWN:
@@ -74,30 +59,6 @@ def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
     ordered = _earlier_first(dict.fromkeys(row.requirement for row in rows), rows)
     position = {requirement: index for index, requirement in enumerate(ordered)}
     return [group for key, group in sorted(groups.items(), key=lambda item: position[item[0][0]])]
-
-
-def _one_cause(row: Row) -> tuple[str, ...]:
-    """Return what makes failures of a requirement one, whatever their causes; else nothing."""
-    if row.requirement == RAISES and row.hook is not None and row.headline is not None:
-        return (row.hook, row.headline)
-    return (CLAIMED,) if row.requirement == CLAIMED else ()
-
-
-def other_ways(group: Sequence[Row]) -> list[str]:
-    """Return in what other ways than that of its first row a group fails, with numbers of runs."""
-    runs: dict[str, set[str]] = {}
-    first = _way(group[0])
-    for row in group:
-        if (way := _way(row)) not in ("", first):
-            runs.setdefault(way, set()).add(row.run)
-    return [f"{way} ({many(len(where), 'run')})" for way, where in runs.items()]
-
-
-def _way(row: Row) -> str:
-    """Return what tells a failure of a group from others: the line that raised, or the headline."""
-    if row.requirement == RAISES:
-        return str(row.place or "")
-    return (row.headline or "") if row.differs else ""
 
 
 def other_runs(group: Sequence[Row]) -> tuple[list[str], list[str]]:
@@ -141,8 +102,9 @@ def _earlier_first(requirements: Iterable[str], rows: Sequence[Row]) -> list[str
 
 
 def headline(row: Row) -> str:
-    """Return in one clause what was found; the message has all of it."""
-    return row.headline or (row.message or "it failed").partition("; ")[0].rstrip(".")
+    """Return in one clause what was found, and the line that raised; the message has all of it."""
+    found = row.headline or (row.message or "it failed").partition("; ")[0].rstrip(".")
+    return found if row.place is None or row.headline is None else f"{found} ({row.place})"
 
 
 def caveat(row: Row) -> str:

@@ -91,8 +91,10 @@ class Progress:
         passed = time.monotonic() - self._begun
         if passed < ENOUGH:
             return []
-        minutes = math.ceil(passed / self.count * (self.total - self.count) / 60)
-        return [f"about {many(minutes, 'minute')} left"]
+        seconds = passed / self.count * (self.total - self.count)
+        if seconds < 60:
+            return ["less than a minute left"]
+        return [f"about {many(math.ceil(seconds / 60), 'minute')} left"]
 
     def _failures(self) -> str:
         number = len(self.failing)

@@ -5,8 +5,7 @@ A failure is a consequence if others, of earlier stages, failed in each of its r
 tables tell goes before the order of stages: saves and loads that went wrong by outdated tables are
 one mistake, and those that fail in most runs say most about it. So is a load of which one failure
 tells where the bytes were, and another one only that they are not there. So is a load that wrote
-elsewhere and, in the same step, left out what it was to bring. Loads of KV of another identity
-have the cause of lookups that find such KV.
+elsewhere and, in the same step, left out what it was to bring.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from kvconform.judge.identity import CLAIMED
 from kvconform.judge.records import FAILED_LOAD, Row, Verdict
 from kvconform.judge.strays import LOADING
 from kvconform.report.causes import CONFIRMED, by_cause
@@ -24,10 +22,8 @@ from kvconform.report.stage import Stage, stage
 
 UNANNOUNCED = "events.complete"
 PICKLABLE, BLOCK_STATE = "meta.picklable", "meta.block-state-dropped"
-CLAIMS = (CLAIMED, "lookup.truth")
+CLAIMS = ("lookup.identity", "lookup.truth")
 """Requirements on lookups: what is claimed wrongly was not announced for this request either."""
-LOADED = "identity.content"
-"""The requirement on loaded KV of another identity."""
 OWNED, SOUND = "save.owned", "save.sound"
 ASTRAY, MISSING = "load.only-grant", "load.complete-or-failed"
 MOVING = (Stage.SAVE, Stage.LOAD)
@@ -192,8 +188,7 @@ def _leader(
     That is the first of `outdated`, the groups that outdated tables explain, for what these
     explain, too; or a load of which `group` does not tell what went wrong, or saves of what was not
     there, or lookups that find what was stored, and announced, for others, or metadata that does
-    not pickle because of the block state in it, or a load that wrote elsewhere what it left out, or
-    lookups that take requests for equal which differ in the same as those whose KV was loaded.
+    not pickle because of the block state in it, or a load that wrote elsewhere what it left out.
     """
     first = group[0]
     if first.requirement == UNANNOUNCED:
@@ -203,8 +198,6 @@ def _leader(
         return next((one for one in state if _all_in(group, one, _of_event)), None)
     if first.requirement == CONFIRMED and (known := _early_or_late(group, groups)) is not None:
         return known
-    if first.requirement == LOADED and (claims := _claims_alike(group, groups)) is not None:
-        return claims
     if first.requirement == MISSING and (astray := _written_elsewhere(group, groups)) is not None:
         return astray
     if outdated and _is_by_table(group, outdated) and _may_hide(outdated[0][0], first):
@@ -243,16 +236,6 @@ def _written_elsewhere(group: Sequence[Row], groups: Sequence[list[Row]]) -> lis
         if other[0].requirement == ASTRAY and _may_hide(other[0], group[0]):
             loads = [row for row in other if row.hook in LOADING]
             if _all_in(group, loads, _of_load):
-                return other
-    return None
-
-
-def _claims_alike(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
-    """Return the lookups that found KV of requests that differ in the same as all of `group`."""
-    for other in groups:
-        if other[0].requirement == CLAIMED and _may_hide(other[0], group[0]):
-            mixed_up = {kind for row in other for kind in row.differs}
-            if all(row.differs and mixed_up.issuperset(row.differs) for row in group):
                 return other
     return None
 

@@ -18,7 +18,6 @@ from kvconform.report.causes import (
     caveat,
     headline,
     other_runs,
-    other_ways,
     reproduction_words,
     usual_causes,
 )
@@ -30,10 +29,10 @@ from kvconform.words import listed, many
 
 LISTED = 4
 """Number of runs that a whole section lists by name."""
-SECTION = 40
+SECTION = 38
 """Number of lines of a whole section with its consequences, unless -v is given.
 
-With the header, the line of the root cause and the verdict they are 60 at 80 columns.
+With the header, two lines of progress, that of the root cause and the verdict they are 60.
 """
 LEAST, MOST = 12, 24
 """Least and greatest number of lines for an excerpt without -v: it gets what its section leaves."""
@@ -218,8 +217,7 @@ def _settings_of(collector: Collector, row: Row) -> str:
 
 
 def _also(console: Console, group: Sequence[Row], most: int) -> None:
-    """Print in what other ways a cause shows, and up to `most` of the other runs."""
-    paragraph(console, "also as", "; ".join(other_ways(group)))
+    """Print up to `most` of the other runs that fail for the same cause."""
     alike, risks = other_runs(group)
     paragraph(console, "also in", _listed(alike, "more run", most=most))
     paragraph(console, "also in", _listed(risks, "run", f" that {NO_VLLM}", most=most))

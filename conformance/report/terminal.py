@@ -14,7 +14,7 @@ from rich.text import Text
 from kvconform import __version__
 from kvconform.adapters.registry import titles
 from kvconform.compat.installed import RUNNER_V2
-from kvconform.config.settings import Settings
+from kvconform.config.settings import REFERENCE, Settings
 from kvconform.contract.loader import Spec, explained, load_spec
 from kvconform.errors import UsageError
 from kvconform.judge.aggregate import Aggregate, mismatches, unasked
@@ -57,6 +57,8 @@ def header(
     selection = collector.selection
     console.print(f"[bold]kvconform {__version__}[/]  vLLM {collector.vllm}")
     named = f" ({escape(settings.catalogue)})" if settings.catalogue else ""
+    if settings.connector == REFERENCE:
+        named = " (the suite's own, which is judged where none is named)"
     console.print(f"connector   [bold]{escape(settings.connector)}[/]{named}")
     axes = f"engines {', '.join(settings.engines)} · scheduling {', '.join(settings.schedulings)}"
     axes += f" · profile {settings.profile} · seed {settings.seed}"

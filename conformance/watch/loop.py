@@ -79,7 +79,7 @@ def watch(settings: Settings, console: Console) -> int:
     check(settings)
     watcher = Watcher(settings, Screen(console, settings.connector))
     try:
-        with sources.Changes(watcher.source) as changes:
+        with sources.Changes(watcher.source, settings.report_dir) as changes:
             watcher.judge("first judgement", changes)
             while True:
                 select.select([changes], [], [])

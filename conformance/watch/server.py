@@ -60,6 +60,7 @@ class Server(Warm):
         sys.dont_write_bytecode = True
         listener = _listen(self._path)
         self._inode = self._path.stat().st_ino
+        self._last = time.monotonic()  # importing vLLM was no idle time
         self.wait_for(listener, lambda: self._accept(listener))
         self.serve(min(5.0, self._idle))
         if self._owns_path():

@@ -64,13 +64,15 @@ def source_of(settings: Settings) -> Source:
 class Changes:
     """Watches a connector's source in a thread of its own; a context manager of the main thread.
 
+    What is written into `reports`, the directory of the reports, is no change of the source.
     `fileno` is readable while there are changes that were not taken, and after a signal: one that
     arrives just before `select` begins would otherwise not end it. A folder that is deleted is
     waited for, and one that takes its place is a change.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, reports: str | Path) -> None:
         self._source = source
+        self._reports = Path(reports).resolve()
         self._over = threading.Event()
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -132,7 +134,9 @@ class Changes:
                 return
 
     def _counts(self, _: watchfiles.Change, path: str) -> bool:
-        return path.endswith(ENDINGS) and "__pycache__" not in path
+        if not path.endswith(ENDINGS) or "__pycache__" in path:
+            return False
+        return not Path(path).resolve().is_relative_to(self._reports)
 
     def _tell(self) -> None:
         os.write(self._writer, b"!")

@@ -28,17 +28,10 @@ def some(count: int, seed: int = 1) -> list[Workload]:
 
 def test_dice_are_the_same_everywhere() -> None:
     dice = Dice("x")
-    assert [dice.number(0, 9) for _ in range(12)] == [
-        Dice("x").number(0, 9),
-        *[_nth(n) for n in range(1, 12)],
-    ]
+    # Of another process, and for good: the hash of a string differs from process to process.
+    assert [dice.number(0, 9) for _ in range(12)] == [1, 3, 7, 9, 2, 5, 6, 7, 6, 3, 5, 6]
     rolls = [Dice(seed).number(1, 6) for seed in range(300)]
     assert set(rolls) == {1, 2, 3, 4, 5, 6}
-
-
-def _nth(count: int) -> int:
-    dice = Dice("x")
-    return [dice.number(0, 9) for _ in range(count + 1)][-1]
 
 
 def test_small_workloads_are_small() -> None:

@@ -35,6 +35,18 @@ def test_the_time_that_is_left(terminal: bool, monkeypatch: pytest.MonkeyPatch) 
         ]
 
 
+def test_less_than_a_minute_is_not_rounded_up_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    shown = Progress(Console(file=io.StringIO()), 4)
+    for clock[0] in (1.0, 40.0):
+        shown.done("some.case[a]", [])
+    clock[0] = 61.0
+    assert shown._left() == ["about 1 minute left"]
+    shown.done("some.case[b]", [])
+    assert shown._left() == ["less than a minute left"]
+
+
 def test_nothing_is_estimated_of_little(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])

@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from kvconform.errors import Place
 from kvconform.judge.records import Row, Verdict
-from kvconform.report.causes import SHOWN, by_cause, other_runs, other_ways
+from kvconform.report.causes import SHOWN, by_cause, other_runs, usual_causes
 
 
 def risk(requirement: str, cause: str, case: str) -> Row:
@@ -98,30 +95,9 @@ def test_a_failure_is_never_shown_as_a_risk() -> None:
     assert sum(map(len, groups)) == len(rows)
 
 
-def raised(where: str, line: int, case: str, hook: str = "build_connector_meta") -> Row:
-    found = row("hook.no-raise", where, case)
-    found.hook, found.headline = hook, f"{hook} raised IndexError"
-    found.place = Place("conn.py", line, where)
-    return found
-
-
-def test_a_hook_that_raises_the_same_error_at_two_lines_has_one_cause() -> None:
-    rows = [raised("plan", 3, "one"), raised("plan", 9, "two"), raised("plan", 9, "three")]
-    rows.append(raised("plan", 3, "four", "request_finished"))
-    rows[1].cause = rows[2].cause = ("another line",)
-    groups = by_cause(rows)
-    assert [[r.case for r in group] for group in groups] == [["one", "two", "three"], ["four"]]
-    assert other_ways(groups[0]) == ["conn.py:9, in plan (2 runs)"]
-    assert other_ways(groups[1]) == []
-
-
-def test_lookups_that_take_requests_for_equal_have_one_cause_that_names_all_differences() -> None:
-    rows = [row("lookup.identity", kind, kind) for kind in ("salt", "adapter", "unknown")]
-    for each in rows[:2]:
-        each.differs, each.headline = each.cause, f"a hit on KV with another {each.cause[0]}"
-    rare = row("lookup.identity", "items", "items")
-    rare.differs, rare.headline = rare.cause, rows[0].headline
-    assert by_cause([rare, rows[0], replace(rows[0], case="again")])[0][0] is rows[0]
-    [group] = by_cause([rows[2], *rows[:2]])
-    assert [each.case for each in group] == ["salt", "adapter", "unknown"]
-    assert other_ways(group) == ["a hit on KV with another adapter (1 run)"]
+def test_usual_causes_of_what_a_hook_raised_fit_its_error() -> None:
+    wrong = "Counts too far (an IndexError); or forgets a request (a KeyError)."
+    found = row("hook.no-raise", "IndexError")
+    found.hook = "build_connector_meta"
+    assert usual_causes(found, wrong) == "Counts too far (an IndexError)."
+    assert usual_causes(row("save.owned", "IndexError"), wrong) == wrong

@@ -308,14 +308,3 @@ def test_a_hit_before_anything_was_computed_explains_what_follows() -> None:
     assert shape(roots([*follows, hit])) == explained
     hit.cause = ("x",)
     assert len(roots([*follows, hit])) == 2, "a claim that goes too far is no such hit"
-
-
-def test_loaded_kv_of_another_identity_comes_from_lookups_that_do_not_tell_it_apart() -> None:
-    claims = [row("lookup.identity", "one"), row("lookup.identity", "two")]
-    claims[0].differs, claims[1].differs = ("salt",), ("adapter",)
-    loaded = row("identity.content", "three")
-    loaded.differs = ("salt",)
-    assert shape(roots([*claims, loaded])) == [("lookup.identity", ["identity.content"], [])]
-    for differs in (("items",), ("salt", "items"), ()):
-        loaded.differs = differs
-        assert [root.row for root in roots([*claims, loaded])] == [claims[0], loaded]

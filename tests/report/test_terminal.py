@@ -10,11 +10,12 @@ import pytest
 from rich.console import Console
 
 from kvconform.config.selection import select
-from kvconform.config.settings import Settings
+from kvconform.config.settings import REFERENCE, Settings
 from kvconform.contract.loader import load_spec
+from kvconform.errors import Place
 from kvconform.judge.records import MUST, CaseReport, Row, Verdict
 from kvconform.judge.verdict import rows_for
-from kvconform.report import terminal
+from kvconform.report import sections, terminal
 from kvconform.report.collector import Collector
 
 SPEC = load_spec()
@@ -41,6 +42,7 @@ def judged(found: Collector, *failing: Row) -> None:
             if like is not None:
                 row.verdict, row.message, row.headline = like.verdict, like.message, like.headline
                 row.blocked_by, row.check = like.blocked_by, like.check
+                row.place = like.place
                 report.timelines[row.requirement] = [*[LINE] * 17, "> " + LINE[2:], LINE]
         found.add(report)
 
@@ -132,6 +134,55 @@ def test_one_root_cause_fits_a_screen(width: int) -> None:
     titles = [line for line in lines if line.startswith("── ")]
     assert [title.split()[1:3] for title in titles] == [["1.", "save.owned"]]
     assert "follows load.position: the load" in text and "a wrong guess" not in text
+
+
+@pytest.mark.parametrize("length", [1, 12])
+def test_the_excerpt_gets_what_its_section_leaves(length: int) -> None:
+    """The longer what was found is, the shorter is the excerpt; 60 lines are enough for both."""
+    long = failure("save.owned", "; ".join(["what was found with all of its particulars"] * length))
+    found = collector()
+    judged(found, long)
+    for report in found.reports.values():
+        report.timelines["save.owned"] = [*["   3  plan        a"] * 40, "> " + LINE[2:]]
+    lines = printed(found)
+    start = lines.index("step  event")
+    excerpt = sum(line.startswith(("   3 ", ">  3 ")) for line in lines[start:])
+    assert sections.LEAST - 3 <= excerpt <= sections.MOST
+    assert (excerpt < sections.MOST - 3) == (length > 1)
+    assert len(lines) <= 58, "two lines of progress come on top"
+    assert not any(line.startswith("why ") for line in lines)
+    found.settings.verbose = True
+    lines = printed(found)
+    assert sum(line == "   3  plan        a" for line in lines) == 40
+    assert any(line.startswith("why ") for line in lines)
+
+
+def test_runs_without_their_situation_are_only_counted_next_to_failures() -> None:
+    found = collector()
+    judged(found, SAVE)
+    for report in found.reports.values():
+        report.unmet = ["a was not preempted"]
+    brief = "2 runs did not reach the situation they test (report.html names them)."
+    assert brief in printed(found)
+    found.settings.verbose = True
+    lines = printed(found)
+    assert brief not in lines and any("a was not preempted" in line for line in lines)
+
+
+def test_the_line_that_raised_tells_two_causes_of_one_hook_apart() -> None:
+    first = failure("hook.no-raise", "raised", "build_connector_meta raised KeyError")
+    first.place = Place("conn.py", 12, "plan", "self.x[y]")
+    found = collector()
+    judged(found, first)
+    assert any("raised KeyError (conn.py:12, in plan)" in line for line in printed(found))
+
+
+def test_the_suites_own_connector_is_said_to_be_that() -> None:
+    found = collector()
+    judged(found)
+    assert not any("the suite's own" in line for line in printed(found))
+    found.settings.connector = REFERENCE
+    assert any("the suite's own" in line for line in printed(found))
 
 
 def test_verbose_shows_all_of_a_consequence_and_names_its_root() -> None:

@@ -22,7 +22,7 @@ import program_rig
 import warm_rig
 from kvconform.contract.capabilities import CAPABILITIES, complete
 from kvconform.errors import KvconformError
-from kvconform.watch import client
+from kvconform.watch import client, imported
 from kvconform.watch.imported import Imported
 from kvconform.watch.loop import with_server
 from warm_rig import RIGHT, RUN, WRONG, Project
@@ -226,5 +226,32 @@ def test_imported_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert known.changed() is None
         module.write_text("ONE = 11\n")
         assert known.changed() == str(module)
+        module.write_text("ONE = 2\n")
+        os.utime(module, ns=(1, 1))
+        assert Imported().changed() is None
+        known = Imported()
+        os.utime(module, ns=(2, 1_000_000))
+        assert known.changed() == str(module), "of the same size"
     finally:
         del sys.modules[module.stem]
+
+
+def test_data_that_a_process_reads_once_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "spec" / "cases"
+    folder.mkdir(parents=True)
+    (folder / "one.yaml").write_text("id: one\n")
+    monkeypatch.setattr(imported.kvconform, "__path__", [str(tmp_path)])
+    known = Imported()
+    assert known.changed() is None
+    (folder / "notes.txt").write_text("no data\n")
+    assert known.changed() is None
+    (folder / "two.yaml").write_text("id: two\n")
+    assert known.changed() == str(folder / "two.yaml"), "a file that was added"
+    known = Imported()
+    (folder / "one.yaml").write_text("id: one of another size\n")
+    assert known.changed() == str(folder / "one.yaml")
+    known = Imported()
+    (folder / "two.yaml").unlink()
+    assert known.changed() == str(folder / "two.yaml")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_watching() -> None:
             project.file.write_text("def (")
             assert "cannot be imported: SyntaxError" in "".join(screen())
             project.file.unlink()
-            assert "mine" in "".join(screen())
+            assert "cannot be imported: ModuleNotFoundError" in "".join(screen())
             project.file.write_text(RIGHT)
             shown = "".join(screen())
             assert f"passes now    {RUN}" in shown
@@ -85,12 +86,29 @@ def interrupted(process: subprocess.Popen[str]) -> int:
 def test_a_signal_just_before_waiting_for_changes_ends_the_wait(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
-        with Changes(Source(tmp_path, deep=False)) as changes:
+        with Changes(Source(tmp_path, deep=False), tmp_path / "reports") as changes:
             assert select.select([changes], [], [], 0)[0] == []
             os.kill(os.getpid(), signal.SIGUSR1)
             assert select.select([changes], [], [], 10)[0] == [changes]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_reports_in_the_watched_folder_are_no_change(tmp_path: Path) -> None:
+    reports = tmp_path / "kvconform-report"
+    reports.mkdir()
+    with Changes(Source(tmp_path, deep=True), reports) as changes:
+        warm_rig.wait_for(lambda: _is_seen(tmp_path / "first.py", changes), 30)
+        changes.take()
+        (reports / "summary.json").write_text("{}")
+        assert select.select([changes], [], [], 0.5)[0] == []
+        warm_rig.wait_for(lambda: _is_seen(tmp_path / "table.json", changes), 30)
+
+
+def _is_seen(file: Path, changes: Changes) -> bool:
+    """Return whether a change of a file is seen; watching begins some time after the thread."""
+    file.write_text(f"{time.monotonic()}")
+    return select.select([changes], [], [], 0.2)[0] == [changes]
 
 
 def test_where_the_source_of_a_connector_lies(tmp_path: Path) -> None:
