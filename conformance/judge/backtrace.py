@@ -122,13 +122,15 @@ def tell(trace: list[Event], event: Event) -> Story | None:
     """Return the story of the wrong bytes of `event`.
 
     None if that is not known, as in a run with several block tables per request (KV cache groups,
-    context ranks). The event may also be that a load wrote elsewhere, or did not write: the story
-    says whether the table from before a preemption explains that.
+    context ranks). The event may also be that a load wrote elsewhere, or did not write, or that a
+    hook raised: the story says whether the table from before a preemption explains that.
     """
     start = trace[0]
     if start.get("groups", 1) > 1 or start.get("context_ranks", 1) > 1:
         return None
     kind = event["kind"]
+    if kind == "hook.returned" and event["error"] is not None:
+        return _readmitted(trace, event)
     if kind not in ("kv.changed", "load.due", "kv.wrong"):
         return None
     size = start["block_size"]
@@ -161,6 +163,29 @@ def tell(trace: list[Event], event: Event) -> Story | None:
     for stay in known.get(req, []):
         if held < len(stay.table):
             return Story(req, _held(req, pos, stay, stay.table[held]))
+    return None
+
+
+def _readmitted(trace: list[Event], event: Event) -> Story | None:
+    """Return which request of the step of a hook that raised has another table than it once had.
+
+    The connector may have used the old one; nothing proves it.
+    """
+    step = event["step"]
+    # What a hook was called with is recorded after it.
+    now = [e for e in trace if e["step"] == step]
+    admitted = {e["req"] for e in now if e["kind"] == "alloc"}
+    planned = {e["req"] for e in now if e["kind"] in ("req.scheduled", "req.interrupted")}
+    for req, mine in stays(trace, event["seq"]).items():
+        if req not in admitted | planned:
+            continue
+        changes = [(stay.changed, stay.change) for stay in mine if stay.changed is not None]
+        if not changes and req in admitted and mine[-1].since < step:
+            changes = [(step, f"its admission in step {step}")]  # a session's
+        if changes:
+            changed, what = changes[-1]
+            text = f"request {req} of this step has another block table since {what}"
+            return Story(req, text, suspected=changed)
     return None
 
 
@@ -232,14 +257,21 @@ def _outdated(
     for number, stay in enumerate(mine):
         before, last = _before(mine[:number])
         joined = before + stay.table
-        if last is None or not before or held == wanted:
-            continue
-        if held >= len(stay.table) or wanted >= len(joined) or joined[wanted] != stay.table[held]:
+        if last is None or not before or held == wanted or held >= len(stay.table):
             continue
         text = (
-            f"block {joined[wanted]} held it from step {stay.since} on,"
+            f"block {stay.table[held]} held it from step {stay.since} on,"
             f" as block {held} of the table of request {req}"
         )
+        if wanted >= len(joined) or joined[wanted] != stay.table[held]:
+            kept = _kept(mine[:number], stay)
+            if kept[wanted : wanted + 1] == [stay.table[held]]:
+                old = (
+                    f"in the table from before {last.change}, with the blocks that came later,"
+                    f" it is block {wanted}"
+                )
+                yield last.changed, f"{text}; {old}: a save that keeps the old table reads it"
+            continue
         if wanted < len(before):
             old = f"it was block {wanted} of that table before {last.change}"
             yield last.changed, f"{text}; {old}: a save that uses the old table reads it"
@@ -258,6 +290,13 @@ def _before(mine: list[Stay]) -> tuple[list[int], Stay | None]:
     return [block for stay in ended for block in stay.table], ended[-1] if ended else None
 
 
+def _kept(before: list[Stay], stay: Stay) -> list[int]:
+    """Return the table of a connector that only adds blocks which come after an admission."""
+    first, *more = [*(each for each in before if each.changed is not None), stay]
+    added = [[block for block in each.table if each.got[block] > each.since] for each in more]
+    return sum(added, first.table)
+
+
 def _too_early(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
     """Yield a story per request that may have saved `origin_block` before it was computed.
 
@@ -267,6 +306,8 @@ def _too_early(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
     the KV.
     """
     block = event.get("origin_block")
+    if block is None:
+        return
     wanted = event["pos"] // size
     owner = event["origin_req"]
     known = stays(trace, event["seq"])
@@ -274,17 +315,38 @@ def _too_early(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
         if e["kind"] == "transfer.failed" and e["req"] == owner and block in e["blocks"]:
             text = f"the load into block {block} had failed in step {e['step']}"
             yield Story(owner, text, failed=True)
+    by_table = list(_by_kept_table(known, owner, block, wanted))
+    suspects = [(story.req, story.outdated) for story in by_table] + [
+        (name, stay.changed)
+        for name in dict.fromkeys([owner, *known])
+        for stay in known.get(name, [])
+        if stay.changed is not None and stay.table[wanted : wanted + 1] == [block]
+    ]
     for stay in known.get(owner, []):
         if block in stay.table:
-            yield from _taken(known, owner, stay.table.index(block), wanted)
+            for story in _taken(known, owner, stay.table.index(block), wanted):
+                if story.suspected is None and suspects:
+                    req, changed = suspects[0]
+                    yield Story(req, story.text, "save", suspected=changed)
+                else:
+                    yield story
+    yield from by_table
+
+
+def _by_kept_table(
+    known: dict[str, list[Stay]], owner: str, block: int, wanted: int
+) -> Iterator[Story]:
+    """Yield a story per request whose table from before is such that block `wanted` is `block`."""
     for name in dict.fromkeys([owner, *known]):
         mine = known.get(name, [])
         if any(stay.table[wanted : wanted + 1] == [block] for stay in mine):
             continue
         for number, stay in enumerate(mine):
             before, last = _before(mine[:number])
-            joined = before + stay.table
-            if last is not None and block in stay.table and joined[wanted : wanted + 1] == [block]:
+            if last is None or block not in stay.table:
+                continue
+            tables = (before + stay.table, _kept(mine[:number], stay))
+            if any(table[wanted : wanted + 1] == [block] for table in tables):
                 text = (
                     f"block {block} is block {stay.table.index(block)} of the table of request"
                     f" {name} from step {stay.got[block]} on; with the table from before"

@@ -24,6 +24,8 @@ UNANNOUNCED = "events.complete"
 PICKLABLE, BLOCK_STATE = "meta.picklable", "meta.block-state-dropped"
 CLAIMS = ("lookup.identity", "lookup.truth")
 """Requirements on lookups: what is claimed wrongly was not announced for this request either."""
+RAISES = "hook.no-raise"
+"""The requirement on hooks that raise."""
 OWNED, SOUND = "save.owned", "save.sound"
 ASTRAY, MISSING = "load.only-grant", "load.complete-or-failed"
 MOVING = (Stage.SAVE, Stage.LOAD)
@@ -160,8 +162,11 @@ def _is_by_table(group: Sequence[Row], known: Sequence[Sequence[Row]]) -> bool:
     """Return whether outdated tables explain a group: for sure, or as far as others show.
 
     A load that did not write may have used such a table if another load did. A save that read a
-    block too late may have done so if one of the same run and step did.
+    block too late may have done so if one of the same run and step did. A hook that raises only in
+    steps of requests with another table may have done so, too.
     """
+    if group[0].requirement == RAISES:
+        return all(row.suspected is not None for row in group)
     if stage(group[0]) not in MOVING:
         return False
     rows = [row for one in known for row in one]

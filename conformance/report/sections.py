@@ -190,9 +190,8 @@ def _consequences(console: Console, root: Root) -> None:
         if len(names) > CONSEQUENCES:
             paragraph(console, "", f"and {len(root.consequences) - CONSEQUENCES} more (-v)")
             return
-        what = (first.message or "it failed").partition("; ")[0]
         label = "follows" if len(names) == 1 else ""
-        paragraph(console, label, f"{first.requirement}: {what}")
+        paragraph(console, label, f"{first.requirement}: {headline(first)}")
 
 
 def _where(console: Console, row: Row) -> None:

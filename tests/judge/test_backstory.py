@@ -263,7 +263,7 @@ def never_computed(block: int | None, pos: int) -> Event:
 def ending(*events: Event, last: Event) -> list[Event]:
     """A run that ends with another event than wrong bytes of another position."""
     run = trace(*events, pos=0, origin=None)
-    run[-1] = {**last, "step": 99, "seq": run[-1]["seq"]}
+    run[-1] = {"step": 99, **last, "seq": run[-1]["seq"]}
     return run
 
 
@@ -373,3 +373,68 @@ def test_a_load_by_an_old_table_may_explain_what_is_missing() -> None:
     assert tell(short, short[-1]) is None, "a table that does not reach so far"
     same = ending(*STORY[:2], {**GRANT, "blocks": [1, 2, 3]}, last=last)
     assert tell(same, same[-1]) is None, "the same blocks, where the old table is right"
+
+
+def test_a_save_by_an_old_table_to_which_only_later_blocks_were_added() -> None:
+    """The table of the connector is 1, 2, 3, 8: those of the resumption, 4 and 5, are not in it."""
+    run = trace(
+        scheduled(1, "a", 1, 2, 3, listed_as="new"),
+        preempted(4, "a"),
+        scheduled(6, "a", 4, 5, listed_as="resumed"),
+        scheduled(9, "a", 4, 5, 8),
+        pos=12,
+        origin=("a", 8),
+    )
+    story = tell(run, run[-1])
+    assert story is not None and (story.req, story.side, story.outdated) == ("a", "save", 4)
+    assert "block 8 held it from step 6 on, as block 2 of the table of request a" in story.text
+    assert "before the preemption in step 4, with the blocks that came later, it is block 3" in (
+        story.text
+    )
+
+
+def test_a_late_save_may_be_one_by_an_old_table() -> None:
+    """Block 12 was index 3 of c up to its preemption; now it is index 2, and block 9 is index 3."""
+    known = (
+        scheduled(1, "a", 1, 2, 4, 9, listed_as="new"),
+        scheduled(5, "c", 6, 8, 10, 12, listed_as="new"),
+    )
+    again = (
+        {"kind": "req.finished", "step": 15, "req": "a"},
+        scheduled(16, "c", 6, 8, 12, 9, listed_as="resumed"),
+    )
+    event = {**never_computed(12, 12), "origin_req": "c"}
+    run = ending(*known, preempted(12, "c"), *again, last=event)
+    story = tell(run, run[-1])
+    assert story is not None and story.text.endswith("a save of a read it after that")
+    assert (story.req, story.outdated, story.suspected) == ("c", None, 12)
+    run = ending(*known, *again, last=event)
+    story = tell(run, run[-1])
+    assert story is None or story.suspected is None, "c was never preempted"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_that_raised_in_a_step_of_a_resumed_request(late: bool) -> None:
+    again = [scheduled(6, "a", 4, 5, 6, 7, listed_as="resumed")] if late else []
+    step = 7 if late else 6
+    seen = scheduled(step, "a", 4, 5, 6, 7) if late else {"kind": "alloc", "step": 6, "req": "a"}
+    raised = {"kind": "hook.returned", "step": step, "error": "IndexError"}
+    run = ending(*STORY[:2], *again, seen, last=raised)
+    story = tell(run, run[-1])
+    assert story == Story(
+        "a",
+        "request a of this step has another block table since the preemption in step 4",
+        suspected=4,
+    )
+    assert tell(run, {**run[-1], "step": 98}) is None, "a was in no plan of that step"
+    assert tell(run, {**run[-1], "error": None}) is None
+    first = ending(STORY[0], {"kind": "alloc", "step": 1, "req": "a"}, last={**raised, "step": 1})
+    assert tell(first, first[-1]) is None, "its only table"
+
+
+def test_a_hook_that_raised_as_a_session_went_on() -> None:
+    raised = {"kind": "hook.returned", "step": 6, "error": "IndexError"}
+    run = ending(STORY[0], {"kind": "alloc", "step": 6, "req": "a"}, last=raised)
+    story = tell(run, run[-1])
+    assert story is not None and story.suspected == 6
+    assert story.text.endswith("another block table since its admission in step 6")

@@ -308,3 +308,14 @@ def test_a_hit_before_anything_was_computed_explains_what_follows() -> None:
     assert shape(roots([*follows, hit])) == explained
     hit.cause = ("x",)
     assert len(roots([*follows, hit])) == 2, "a claim that goes too far is no such hit"
+
+
+def test_a_hook_that_raises_in_steps_with_another_table_follows_outdated_tables() -> None:
+    raised = [row("hook.no-raise", case) for case in ("one", "two")]
+    for each in raised:
+        each.suspected = ("a", 3)
+    load = told("load.position", "three", "load", ("b", 4))
+    assert shape(roots([*raised, load])) == [("load.position", ["hook.no-raise"], [])]
+    assert [root.row for root in roots(raised)] == raised[:1], "no table is proved to be outdated"
+    raised[1].suspected = None
+    assert len(roots([*raised, load])) == 2
