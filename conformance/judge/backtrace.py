@@ -316,6 +316,7 @@ def _too_early(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
             text = f"the load into block {block} had failed in step {e['step']}"
             yield Story(owner, text, failed=True)
     by_table = list(_by_kept_table(known, owner, block, wanted))
+    # What a save of another request explains, too late, one by an old table may explain as well.
     suspects = [(story.req, story.outdated) for story in by_table] + [
         (name, stay.changed)
         for name in dict.fromkeys([owner, *known])
@@ -327,9 +328,8 @@ def _too_early(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
             for story in _taken(known, owner, stay.table.index(block), wanted):
                 if story.suspected is None and suspects:
                     req, changed = suspects[0]
-                    yield Story(req, story.text, "save", suspected=changed)
-                else:
-                    yield story
+                    story = story._replace(req=req, suspected=changed)
+                yield story
     yield from by_table
 
 

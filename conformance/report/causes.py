@@ -120,9 +120,8 @@ def usual_causes(row: Row, wrong: str) -> str:
     """Return those of a requirement's usual causes (`wrong`) that the failure leaves possible.
 
     There are none if an outdated table explains what was found, or a save is known to have come too
-    late, or upon a failed load. A hit that nothing in the run
-    explains has causes of its own. What a hook did wrong by itself has causes of this hook and, if
-    it raised, of the kind of its error.
+    late, or upon a failed load. A hit that nothing in the run explains has causes of its own. What
+    a hook did wrong by itself has causes of this hook and, if it raised, of the kind of its error.
     """
     if is_unheard(row):
         return CAUSE
