@@ -29,13 +29,8 @@ from kvconform.words import listed, many
 
 LISTED = 4
 """Number of runs that a whole section lists by name."""
-SECTION = 38
-"""Number of lines of a whole section with its consequences, unless -v is given.
-
-With the header, two lines of progress, that of the root cause and the verdict they are 60.
-"""
-LEAST, MOST = 12, 24
-"""Least and greatest number of lines for an excerpt without -v: it gets what its section leaves."""
+LEAST, MOST = 10, 24
+"""Least and greatest number of lines for an excerpt without -v: it gets what the rest leaves."""
 FEW = 2
 """Number of runs that a folded section lists by name."""
 EXPLAINED = 5
@@ -45,17 +40,20 @@ CONSEQUENCES = 4
 
 
 def print_failures(
-    console: Console, collector: Collector, found: Sequence[Root], *, verbose: bool
+    console: Console, collector: Collector, found: Sequence[Root], *, verbose: bool, room: int
 ) -> None:
     """Print a line per root cause, the whole section of the first one, and what others differ in.
 
     With `verbose`, all sections are whole. A consequence names its root cause. What is only a risk
-    or a recommendation has no section otherwise.
+    or a recommendation has no section otherwise. Without `verbose`, the first root cause takes at
+    most `room` lines if its excerpt can be shortened so far.
     """
     if not found:
         return
     sections = [root for root in found if verbose or root.counts or root.row.kind == "guarantee"]
     console.print()
+    with console.capture() as first:
+        _overview(console, 1, found[0], place=found[0] not in sections)
     for number, root in enumerate(found, 1):
         _overview(console, number, root, place=root not in sections)
     for number, root in enumerate(sections, 1):
@@ -63,9 +61,7 @@ def print_failures(
             _folded(console, collector, root, number, brief=number > EXPLAINED)
             continue
         if not verbose:
-            most = _room(console, collector, root, number)
-            _whole(console, collector, root.group, number, most=most)
-            _consequences(console, root)
+            _fitted(console, collector, root, room - 1 - first.get().count("\n"))
             continue
         _whole(console, collector, root.group, number)
         for group in root.consequences:
@@ -105,12 +101,21 @@ def _title(console: Console, row: Row, number: int | None, of: str | None) -> No
     console.print(f"[red]──[/] [bold red]{escape(label)}[/]{after} [red]{rule}[/]", soft_wrap=True)
 
 
-def _room(console: Console, collector: Collector, root: Root, number: int) -> int:
-    """Return how many lines an excerpt may take in the section of a root cause, without -v."""
-    with console.capture() as rest:
-        _whole(console, collector, root.group, number, most=0)
-        _consequences(console, root)
-    return min(max(SECTION - rest.get().count("\n"), LEAST), MOST)
+def _fitted(console: Console, collector: Collector, root: Root, room: int) -> None:
+    """Print the section of the first root cause in `room` lines, if that is possible.
+
+    The excerpt gives way first, then what is told of consequences.
+    """
+    left = 0
+    for brief in (False, True):
+        with console.capture() as rest:
+            _whole(console, collector, root.group, 1, most=0)
+            _consequences(console, root, brief=brief)
+        left = room - rest.get().count("\n")
+        if left >= LEAST:
+            break
+    _whole(console, collector, root.group, 1, most=min(max(left, LEAST), MOST))
+    _consequences(console, root, brief=brief)
 
 
 def _whole(
@@ -173,14 +178,15 @@ def _folded(
     command(console, "reproduce", reproduction_words(collector, root.row))
 
 
-def _short(console: Console, name: str, text: str | None) -> None:
-    """Print at most two lines of a text."""
-    room = 2 * (console.width - INDENT) - 10  # lines end where words do
-    paragraph(console, name, textwrap.shorten(text or "", room, placeholder=" ..."))
+def _short(console: Console, name: str, text: str | None, lines: int = 2) -> None:
+    """Print at most so many lines of a text."""
+    room = lines * (console.width - INDENT) - 10 * (lines - 1)  # lines end where words do
+    cut = textwrap.shorten(text or "", room, placeholder=" ...", break_on_hyphens=False)
+    paragraph(console, name, cut)
 
 
-def _consequences(console: Console, root: Root) -> None:
-    """Print a sentence per consequence of a root cause; -v prints their sections."""
+def _consequences(console: Console, root: Root, *, brief: bool = False) -> None:
+    """Print a sentence per consequence of a root cause, in a line if `brief`; -v prints all."""
     names: set[str] = set()
     for group in root.consequences:
         first = group[0]
@@ -191,7 +197,11 @@ def _consequences(console: Console, root: Root) -> None:
             paragraph(console, "", f"and {len(root.consequences) - CONSEQUENCES} more (-v)")
             return
         label = "follows" if len(names) == 1 else ""
-        paragraph(console, label, f"{first.requirement}: {headline(first)}")
+        text = f"{first.requirement}: {headline(first)}"
+        if brief:
+            _short(console, label, text, lines=1)
+        else:
+            paragraph(console, label, text)
 
 
 def _where(console: Console, row: Row) -> None:

@@ -37,6 +37,11 @@ ANSWER = {
     "nonconformant": "bold red",
     "error": "bold magenta",
 }
+SCREEN, HEADER = 60, 10
+"""Number of lines of a report with one root cause, unless -v is given, and those of its header.
+
+The header has two lines of progress.
+"""
 MORE = " (report.html has all of it; -v prints it here)"
 LISTED = 4
 """Number of runs, cases or tracebacks that are listed by name."""
@@ -186,10 +191,17 @@ def report(
         print_tables(console, collector, rows, found)
     elif not any(root.counts or root.row.kind == "guarantee" for root in failures):
         print_lines(console, collector, found)
-    print_failures(console, collector, failures, verbose=verbose)
-    _errors(console, rows, reports, collector.settings.debug)
-    _unmet(console, reports, found, brief=bool(found.failed) and not verbose)
-    _answer(console, found, where, seconds, part=_part(collector), verbose=verbose)
+
+    def print_the_rest() -> None:
+        _errors(console, rows, reports, collector.settings.debug)
+        _unmet(console, reports, found, brief=bool(found.failed) and not verbose)
+        _answer(console, found, where, seconds, part=_part(collector), verbose=verbose)
+
+    with console.capture() as rest:
+        print_the_rest()
+    room = SCREEN - HEADER - rest.get().count("\n")
+    print_failures(console, collector, failures, verbose=verbose, room=room)
+    print_the_rest()
 
 
 def _traces(console: Console, reports: Iterable[CaseReport]) -> None:

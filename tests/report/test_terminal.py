@@ -157,6 +157,21 @@ def test_the_excerpt_gets_what_its_section_leaves(length: int) -> None:
     assert any(line.startswith("why ") for line in lines)
 
 
+@pytest.mark.parametrize("length", [1, 18])
+def test_what_follows_is_shortened_only_where_there_is_no_room(length: int) -> None:
+    long = failure("save.owned", "; ".join(["what was found with all of its particulars"] * length))
+    told = "a load did something that takes two lines to say, of which this is the last word"
+    names = ("load.position", "load.only-grant", "load.complete-or-failed")
+    found = collector()
+    judged(found, long, *(failure(name, "all of it", told) for name in names), NULL)
+    lines = printed(found)
+    assert len(lines) <= 58, "two lines of progress come on top"
+    text = " ".join(" ".join(lines).split())
+    assert text.count("last word") == (3 if length == 1 else 0)
+    cut = [line for line in lines if line.endswith(" ...") and "load." in line]
+    assert len(cut) == (0 if length == 1 else 3)
+
+
 def test_runs_without_their_situation_are_only_counted_next_to_failures() -> None:
     found = collector()
     judged(found, SAVE)
