@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -97,41 +100,81 @@ def _place() -> Iterator[Path]:
         try:
             yield runtime
         finally:
-            for each in servers(runtime):
-                os.kill(each.pid, signal.SIGKILL)
+            _end_servers(runtime)
+
+
+def _end_servers(runtime: Path) -> None:
+    for each in servers(runtime):
+        os.kill(each.pid, signal.SIGKILL)
 
 
 @dataclass
 class Warm:
-    """A warm server for the end-to-end tests of this process; they run without importing vLLM."""
+    """A warm server for the end-to-end tests, which then need not import vLLM.
+
+    The processes of one test run share it.
+    """
 
     runtime: Path
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables of the server, once it is started; tests may have set others since."""
 
     def run(self, *arguments: str, cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:
         """Run `kvconform run` through the server; its note on standard error is taken off."""
-        started = bool(self.environment)
-        if not started:
-            self.environment = {**os.environ, "XDG_RUNTIME_DIR": str(self.runtime)}
-        with pytest.MonkeyPatch.context() as patch:
-            for name in os.environ.keys() - self.environment.keys():
-                patch.delenv(name)
-            for name, value in self.environment.items():
-                patch.setenv(name, value)
-            if not started:
-                client.start(Settings(), client.path_for(Settings()))
+        with self._environment():
             done = program_rig.kvconform("run", *arguments, cwd=cwd, **more)
         assert done.stderr.startswith(NOTE), done.stderr
         done.stderr = done.stderr.removeprefix(NOTE)
         return done
 
+    @contextlib.contextmanager
+    def _environment(self) -> Iterator[None]:
+        """Set the variables of the server, whatever tests have set since it was started.
+
+        Starts it if no process has.
+        """
+        known = self.runtime / "environment.json"
+        with pytest.MonkeyPatch.context() as patch:
+            with (self.runtime / "starts").open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                is_new = not known.exists()
+                if is_new:
+                    mine = {**os.environ, "XDG_RUNTIME_DIR": str(self.runtime)}
+                    known.write_text(json.dumps(mine), encoding="utf-8")
+                environment = json.loads(known.read_text(encoding="utf-8"))
+                for name in os.environ.keys() - environment.keys():
+                    patch.delenv(name)
+                for name, value in environment.items():
+                    patch.setenv(name, value)
+                if is_new:
+                    client.start(Settings(), client.path_for(Settings()))
+            yield
+
 
 @contextlib.contextmanager
 def warm() -> Iterator[Warm]:
-    """Yield a server that starts when it is needed, and ends afterwards."""
-    with _place() as runtime:
-        yield Warm(runtime)
+    """Yield a server that starts when it is needed, and ends when no process needs it any more."""
+    # Not pytest's own directory: the path of a socket must be short.
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))[:12]
+    runtime = Path("/tmp") / f"kvw-{run}"
+    with _shared(runtime) as users:
+        try:
+            yield Warm(runtime)
+        finally:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _end_servers(runtime)
+                shutil.rmtree(runtime)
+
+
+def _shared(directory: Path) -> IO[str]:
+    """Return a file that all have open, with a shared lock, who use a directory; make that."""
+    while True:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # the last user has just removed it
+            users = (directory / "users").open("w", encoding="utf-8")
+            fcntl.flock(users, fcntl.LOCK_SH)
+            if os.fstat(users.fileno()).st_nlink:
+                return users
+            users.close()
 
 
 def servers(runtime: Path) -> list[psutil.Process]:
