@@ -16,12 +16,14 @@ _YES_NO = (bool, "true or false")
 Meaning = Literal[
     "bytes_loaded",
     "tokens_loaded",
+    "blocks_loaded",
     "tokens_granted",
     "tokens_missed",
     "bytes_saved",
     "tokens_saved",
     "evictions",
     "load_seconds",
+    "states_offered",
 ]
 """Meanings of counters."""
 Operation = Literal["lookup", "clear", "move", "pin", "compress"]
@@ -147,9 +149,10 @@ CAPABILITIES: dict[str, Capability] = {
             f"a mapping of {', '.join(get_args(Meaning)[:-1])} or {get_args(Meaning)[-1]} to lists "
             "of names",
         ),
-        "names of counters in the log or among the metrics, by their meaning: bytes or tokens that "
-        "loads wrote, tokens that the engine granted or that lookups did not find, bytes or tokens "
-        "that were saved, entries that left a level, seconds of loads",
+        "names of counters in the log or among the metrics, by their meaning: bytes, tokens or "
+        "blocks that loads wrote, tokens that the engine granted or that lookups did not find, "
+        "bytes or tokens that were saved, entries that left a level, seconds of loads, states that "
+        "the engine offered",
     ),
     "transfer": Capability(
         False,

@@ -491,7 +491,7 @@ def _stats_compared(e: Event) -> str:
     counted = f"the connector counted {e['value']:g} as {e['name']}{place}"
     absent = "" if e["value"] else "; or it has no counter of that name"
     words = _SEEN.get(e["what"], f"{e['what']} was")
-    if e["what"] in ("bytes_saved", "tokens_saved", "evictions", "load_seconds"):
+    if words.endswith("must be"):
         least = f"between {e['seen']:g} and " if e["seen"] < e["most"] else ""
         return f"{counted}, and {words} {least}{e['most']:g}{absent}"
     whole = f" ({e['most']} in whole blocks)" if e["most"] != e["seen"] else ""
@@ -503,12 +503,14 @@ def _stats_compared(e: Event) -> str:
 _SEEN = {
     "bytes_loaded": "the bytes that loads wrote were",
     "tokens_loaded": "the tokens that loads wrote were",
+    "blocks_loaded": "the blocks of loads must be",
     "tokens_granted": "the tokens that the engine granted were",
     "tokens_missed": "the tokens that lookups of admitted requests did not find were",
     "bytes_saved": "the bytes that were saved must be",
     "tokens_saved": "the tokens that were saved must be",
     "evictions": "the entries that left a level must be",
     "load_seconds": "the seconds of the loads must be",
+    "states_offered": "the states that steps offered were",
 }
 
 

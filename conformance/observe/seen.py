@@ -119,12 +119,15 @@ class Seen:
             "bytes_loaded": (sum(e["bytes"] for e in dues), sum(e["most_bytes"] for e in dues)),
             "tokens_missed": self._missed(allocs),
         }
+        offered = sum(e["kind"] == "state.offered" for e in events)
+        found["states_offered"] = (offered, offered)
         complete = [e for e in dues if not e["missing"]]
         # Of a group with a window, less is loaded than saved.
         has_one_group = all(len(e["tables"]) == 1 and not e["tables"][0][1] for e in allocs)
         ranks = 1 + max((e.get("rank") or 0 for e in dues), default=0)
         if has_one_group and not self.splits_tokens:
             found["tokens_loaded"] = self._loaded(dues, grants)
+            found["blocks_loaded"] = _blocks(dues, grants, ranks)
         if complete and has_one_group:
             found["bytes_saved"] = self._saved(complete, allocs)
             largest = max(e["granted"] for e in complete)
@@ -205,6 +208,17 @@ class Seen:
         # Keys and values of a layer may be two entries.
         most = tokens * ranks * self.cache.levels * max(1, self._layers) * 2
         return 0 if may_expire else self.cache.left, most
+
+
+def _blocks(dues: list[Event], grants: list[Event], ranks: int) -> Bounds:
+    """Return the blocks of loads that wrote all that was granted, and those of all, on each rank.
+
+    A connector may count the blocks of a request, or those of each rank.
+    """
+    blocks = {e["transfer"]: in_whole_blocks(e) // block_size(e) for e in grants}
+    incomplete = {e["transfer"] for e in dues if e["missing"]}
+    least = sum(count for transfer, count in blocks.items() if transfer not in incomplete)
+    return least, sum(blocks.values()) * ranks
 
 
 @dataclass(frozen=True)

@@ -594,12 +594,13 @@ def _build(connector: Any, stats: Any, data: dict[str, Any]) -> bool:
         # vLLM looks children up by the name of their class, and so finds none that is given by
         # kv_connector_module_path: its own defect, not the child's.
         return True
-    rebuilt = type(connector).build_kv_connector_stats(data)
+    # Each gets data of its own, as over a wire: aggregate may add to what it is given.
+    rebuilt = type(connector).build_kv_connector_stats(copy.deepcopy(data))
     if rebuilt is None:
         return False
     if rebuilt.is_empty() != stats.is_empty():
         raise ValueError("what was rebuilt is not what was sent")
-    merged = rebuilt.aggregate(type(connector).build_kv_connector_stats(data))
+    merged = rebuilt.aggregate(type(connector).build_kv_connector_stats(copy.deepcopy(data)))
     if not merged.is_empty():
         merged.reduce()
     return True

@@ -12,6 +12,7 @@ from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.paging import bytes_in
 from kvconform.refimpl.plan import Load, Piece
 from kvconform.refimpl.telemetry import COUNTERS, ReferenceMetrics
+from kvconform.refimpl.variants.hybrid import HybridConnector
 from kvconform.refimpl.variants.metered import Metered
 
 if TYPE_CHECKING:
@@ -97,6 +98,31 @@ class CountsChunksAsBytes(Metered):
 
     def _count_saved(self, size: int) -> None:
         super()._count_saved(1)
+
+
+class CountsBlocksTwice(Metered):
+    """Counts the blocks of a load when it is planned as well."""
+
+    def _count_blocks(self, blocks: int) -> None:
+        super()._count_blocks(2 * blocks)
+
+
+class CountsNewStates(HybridConnector):
+    """Counts the states that it is offered, but not those that it has stored already."""
+
+    def _count_offers(self) -> None:
+        offers = getattr(self._state, "boundary_state_offloads", {})
+        for req, states in offers.items():
+            keys = self._keys(self._tracked[req].request, [], max(end for *_, end in states))
+            for group, _, end in states:
+                key = keys[end // self.options.chunk_tokens - 1]
+                if not self._store.has(self._parts[group].key(key)):
+                    self._count("states_offered")
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        counters = {"states_offered": ["states_offered"]}
+        return {**super().kvconform_capabilities(extra_config), "metrics": counters}
 
 
 class CountsLossesOnly(Metered):

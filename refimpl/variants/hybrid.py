@@ -155,8 +155,15 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> Iterator[Save]:
         self._state = getattr(scheduler_output, "kv_connector_block_state", None)
+        self._count_offers()
         yield from super()._plan_saves(scheduler_output)
         self._state = None  # valid only during the call
+
+    def _count_offers(self) -> None:
+        """Count the states that the engine offers; saves take them from the tables."""
+        offers = getattr(self._state, "boundary_state_offloads", {})
+        if offered := sum(map(len, offers.values())):
+            self._count("states_offered", offered)
 
     def _extend_table(
         self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool
@@ -265,7 +272,7 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         found = super().kvconform_capabilities(extra_config) | {"kv_events": False}
         if cls is HybridConnector:
-            found["metrics"] = COUNTERS
+            found["metrics"] = COUNTERS | {"states_offered": ["states_offered"]}
         return found
 
 

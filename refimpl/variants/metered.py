@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MEANINGS = (
     "tokens_loaded",
+    "blocks_loaded",
     "tokens_missed",
     "bytes_saved",
     "tokens_saved",
@@ -40,6 +41,8 @@ class Metered(Tiered):
         super().__init__(vllm_config, role, kv_cache_config)
         # Scheduler half: tokens that requests lack, until they are admitted.
         self._wanted: dict[str, int] = {}
+        # Worker half: blocks that a load has written.
+        self._written: set[int] = set()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
         if not request.skip_reading_prefix_cache:
@@ -66,11 +69,14 @@ class Metered(Tiered):
         start = time.monotonic()
         super()._load(load, layers)
         self._count_seconds(time.monotonic() - start)
+        self._count_blocks(len(self._written))
+        self._written.clear()
 
     def _load_counted(self, piece: Piece, layer: str) -> bool:
         is_loaded = super()._load_counted(piece, layer)
         if is_loaded and self._is_first(layer):
             self._count("tokens_loaded", len(piece.slots))
+            self._written |= piece.blocks(self._block_size)
         return is_loaded
 
     def _is_first(self, layer: str) -> bool:
@@ -79,6 +85,10 @@ class Metered(Tiered):
 
     def _count_seconds(self, seconds: float) -> None:
         self._count("load_seconds", seconds)
+
+    def _count_blocks(self, blocks: int) -> None:
+        if blocks:
+            self._count("blocks_loaded", blocks)
 
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         super()._save_layer(epoch, save, layer, kv_layer)

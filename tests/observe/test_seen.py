@@ -155,6 +155,24 @@ def test_misses_may_count_in_whole_blocks_or_chunks(
     assert not any(within(bounds, value) for value in refused)
 
 
+def test_blocks_are_those_of_a_request_or_of_each_rank(world: World) -> None:
+    """Nine tokens are in three blocks; a load that missed some may have written none of its own."""
+    for req, tokens in (("a", 9), ("b", 4)):
+        world.look_up(req, 12, tokens)
+        world.admit(req, tokens)
+        world.land(req, tokens, ranks=2)
+    world.trace.events[-1]["missing"] = [0]
+    assert world.bounds()["blocks_loaded"] == (3, 2 * (3 + 1))
+
+
+def test_each_offered_state_has_an_outcome(world: World) -> None:
+    world.look_up("a", 9, 0)
+    world.admit("a", 0)
+    for block in (3, 5):
+        world.trace.emit("state.offered", req="a", block=block)
+    assert world.bounds()["states_offered"] == (2, 2)
+
+
 def test_what_all_ranks_load_one_of_them_may_have_saved(world: World) -> None:
     world.look_up("a", 9, 8)
     world.admit("a", 8)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import complete
@@ -17,6 +18,7 @@ from kvconform.contract.loader import load_spec
 from kvconform.contract.trace import Event
 from kvconform.errors import UsageError
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
+from kvconform.refimpl.telemetry import COUNTERS, ReferenceMetrics
 from kvconform.refimpl.variants.loading import BlockFiller
 from kvconform.refimpl.variants.metered import Metered
 from kvconform.run.calibration import target_profile
@@ -112,6 +114,52 @@ class CountsElsewhereTwice(KeepsElsewhere):
     FACTOR = 2
 
 
+class Nested(KVConnectorStats):
+    """Statistics that are added to in place, in an inner map."""
+
+    def reset(self) -> None:
+        self.data = {"counts": {}}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        counts = self.data["counts"]
+        for name, count in other.data["counts"].items():
+            counts[name] = counts.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data["counts"])
+
+    def is_empty(self) -> bool:
+        return not self.data["counts"]
+
+
+class NestedMetrics(ReferenceMetrics):
+    """Observes such statistics."""
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        super().observe(transfer_stats_data["counts"], engine_idx)
+
+
+class AddsInPlace(ReferenceConnector):
+    """Has statistics that are added to in place."""
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        stats = super().get_kv_connector_stats()
+        return None if stats is None else Nested({"counts": stats.data})
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return Nested({"counts": {}} if data is None else data)
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> NestedMetrics:
+        return NestedMetrics(*args)
+
+    @classmethod
+    def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return {**super().kvconform_capabilities(extra_config), "metrics": COUNTERS}
+
+
 elsewhere: defaultdict[str, Counter[str]] = defaultdict(Counter)
 """What KeepsElsewhere has counted on all ranks, by store; each run has its own."""
 
@@ -136,10 +184,11 @@ def compared(case: str, engine: Engine, target: Target, tmp: Path) -> list[Event
 
 @pytest.mark.parametrize("engine", ["reference", "vllm"])
 @pytest.mark.parametrize("case", ["lifecycle.fail-recompute", "ranks.tensor"])
+@pytest.mark.parametrize("cls", [ReferenceConnector, AddsInPlace])
 def test_the_log_and_the_metrics_show_what_was_loaded(
-    case: str, engine: Engine, tmp_path: Path
+    cls: type, case: str, engine: Engine, tmp_path: Path
 ) -> None:
-    events = compared(case, engine, target_of(ReferenceConnector), tmp_path)
+    events = compared(case, engine, target_of(cls), tmp_path)
     assert {(event["what"], event["place"]) for event in events} == {
         ("bytes_loaded", "log"),
         ("bytes_loaded", "metrics"),
@@ -180,6 +229,7 @@ def test_misses_saves_evictions_and_seconds_are_compared(engine: Engine, tmp_pat
     assert set(log) == {
         "bytes_loaded",
         "tokens_loaded",
+        "blocks_loaded",
         "tokens_granted",
         "tokens_missed",
         "bytes_saved",
