@@ -111,6 +111,8 @@ class RunLike(Protocol):
 
 CRASH = "engine.crash"
 """`blocked_by` of a row that is blocked by a crash which no requirement explains."""
+RAISES = "hook.no-raise"
+"""Requirement on hooks that raise."""
 OUTPUT = "meta.output-untouched"
 """Requirement that explains what the engine does with a SchedulerOutput that was changed."""
 
@@ -377,8 +379,12 @@ class _Blame:
         return any(changed < seq for changed in self.changed.values())
 
     def before_crash(self) -> str:
-        """Return the requirement, or CRASH, that explains why the run was cut short."""
-        return min(self.failures, default=(0, CRASH))[1]
+        """Return the requirement, or CRASH, that explains why the run was cut short.
+
+        A hook that raised crashes the engine; else the first failure may have led to it.
+        """
+        raised = [failure for failure in self.failures if failure[1] == RAISES]
+        return max(raised)[1] if raised else min(self.failures, default=(0, CRASH))[1]
 
 
 def _fill(row: Row, req: Requirement, monitor: Monitor, crash: int | None, blame: _Blame) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -195,7 +195,7 @@ def report(
     def print_the_rest() -> None:
         _errors(console, rows, reports, collector.settings.debug)
         _unmet(console, reports, found, brief=bool(found.failed) and not verbose)
-        _answer(console, found, where, seconds, part=_part(collector), verbose=verbose)
+        _answer(console, rows, found, where, seconds, part=_part(collector), verbose=verbose)
 
     with console.capture() as rest:
         print_the_rest()
@@ -294,7 +294,14 @@ def _unmet(
 
 
 def _answer(
-    console: Console, found: Aggregate, where: str, seconds: float, *, part: str, verbose: bool
+    console: Console,
+    rows: Sequence[Row],
+    found: Aggregate,
+    where: str,
+    seconds: float,
+    *,
+    part: str,
+    verbose: bool,
 ) -> None:
     """Print the counts, the place of the reports, and the overall verdict with its reasons."""
     console.print()
@@ -306,7 +313,8 @@ def _answer(
             if count
         )
         paragraph(console, "verdicts", counts, "dim")
-    by_status = Counter(_status(name, found) for name in found.status)
+    guarantees = {row.requirement for row in rows if row.kind == "guarantee"}
+    by_status = Counter(_status(name, found, guarantees) for name in found.status)
     per = ", ".join(f"{count} {status}" for status, count in by_status.most_common())
     text = f"{found.exercised} of {many(found.total, 'requirement')}: {per}"
     paragraph(console, "exercised", text, "dim")
@@ -338,11 +346,11 @@ def _broken(names: Sequence[str]) -> list[str]:
     return found
 
 
-def _status(name: str, found: Aggregate) -> str:
-    """Return the status of requirement `name` in words; for a FAIL, also whether it counts."""
+def _status(name: str, found: Aggregate, guarantees: Collection[str]) -> str:
+    """Return the status of requirement `name` in words; if it is bad, also whether it counts."""
     status = found.status[name]
-    if status is Verdict.FAIL and name in found.engine_failed:
-        return "fail (engine's)"
+    if status in (Verdict.FAIL, Verdict.BLOCKED) and name in guarantees:
+        return f"{verdict_name(status)} (engine's)"
     if status is Verdict.FAIL and name in found.risks:
         return "fail (risk)"
     if status is Verdict.FAIL and name in found.advisory and name not in found.failed:

@@ -178,6 +178,17 @@ def test_after_a_crash_nothing_is_blamed_on_what_came_after() -> None:
     assert found["a.end"].blocked_by == found["a.pending"].blocked_by == "a.crash"
 
 
+def test_what_a_crash_cut_short_is_blamed_on_the_hook_that_raised() -> None:
+    raises = requirement("hook.no-raise", event="transfer.reported", never=True)
+    pending = requirement("a.pending", **PENDING)
+    events = (lookup(False), HOLD, {"kind": "transfer.reported", "req": "b"}, CRASHED)
+    found = verdicts([raises, pending, requirement("a.cause")], *events)
+    assert (found["a.cause"].verdict, found["a.pending"].blocked_by) == (
+        Verdict.FAIL,
+        "hook.no-raise",
+    )
+
+
 def test_obligations_that_a_crash_cut_short() -> None:
     for by in ("worker.step_end", "run.end"):
         req = requirement(

@@ -113,6 +113,15 @@ def test_runs_that_did_not_reach_their_situation(number: int, named: int, more: 
     )
 
 
+def test_blocked_guarantees_are_told_from_requirements() -> None:
+    found = collector()
+    hidden = failure(next(r.id for r in SPEC.requirements.values() if r.kind == "guarantee"))
+    hidden.verdict, hidden.blocked_by = Verdict.BLOCKED, "load.position"
+    judged(found, LOAD, NULL, hidden)
+    text = " ".join(" ".join(printed(found)).split())
+    assert "1 blocked, 1 blocked (engine's), 1 fail" in text
+
+
 def test_verbose_prints_every_requirement() -> None:
     found = collector(verbose=True)
     judged(found)
