@@ -82,8 +82,9 @@ def possible(
 
 
 def _has(text: str, word: str) -> bool:
-    """Return whether a word of `text` begins with `word`; handle_preemptions is one word."""
-    return re.search(rf"\b{re.escape(word)}", text, re.IGNORECASE) is not None
+    """Return whether a word of `text`, other than names of code, begins with `word`."""
+    plain = re.sub(r"\w+_\w+", "", text)
+    return re.search(rf"\b{re.escape(word)}", plain, re.IGNORECASE) is not None
 
 
 def _errors(text: str) -> set[str]:

@@ -113,8 +113,8 @@ CRASH = "engine.crash"
 """`blocked_by` of a row that is blocked by a crash which no requirement explains."""
 RAISES = "hook.no-raise"
 """Requirement on hooks that raise."""
-OUTPUT = "meta.output-untouched"
-"""Requirement that explains what the engine does with a SchedulerOutput that was changed."""
+UNTOUCHED = ("meta.output-untouched", "hook.arguments-untouched")
+"""Requirements that explain what the engine does with objects that the connector changed."""
 
 
 def judge(
@@ -142,7 +142,7 @@ def judge(
     A violation detected after a crash of the engine is explained by the crash. A violation of a
     `consequence` requirement is also explained by any MUST that failed at the same event or
     earlier. A violation of a guarantee is also explained by an earlier change of the same engine's
-    SchedulerOutput: the engine goes on with what the connector left of it. What follows after the
+    objects: the engine goes on with what the connector left of them. What follows after the
     engine lost track of a request (kvconform.judge.engine_bugs) is UNSUPPORTED. SHOULD and MAY get
     the same verdicts, and so do requirements in a situation that no vLLM brings about (`beyond`),
     but these count (`gating`) only with `strict`. A guarantee never counts.
@@ -325,7 +325,8 @@ class _Blame:
         self.crash = crash
         self.failures: list[tuple[int, str]] = []
         self.detected: dict[str, int] = {}  # requirement -> when its first violation was detected
-        self.changed: dict[str | None, int] = {}  # engine -> when its output was first changed
+        # engine -> when one of its objects was first changed, and the requirement that this fails
+        self.changed: dict[str | None, tuple[int, str]] = {}
 
     def settle(self, req: Requirement, row: Row, monitor: Monitor) -> None:
         """Set FAIL with the first violation that nothing explains, or BLOCKED if there is none.
@@ -341,9 +342,12 @@ class _Blame:
             row.verdict = Verdict.FAIL
             if req.level in MUST:
                 self.failures.append((first.seq, req.id))
-            if req.id == OUTPUT:
+            if req.id in UNTOUCHED:
                 for violation in monitor.violations:
-                    self.changed.setdefault(violation.engine, violation.seq)
+                    change = (violation.seq, req.id)
+                    self.changed[violation.engine] = min(
+                        change, self.changed.get(violation.engine, change)
+                    )
         self.detected[req.id] = first.seq
         row.step = first.step
         row.req = first.req
@@ -355,7 +359,7 @@ class _Blame:
         """Return the requirement, or CRASH, that explains a violation, or None.
 
         An earlier failure explains a consequence, and what follows a crash; otherwise the crash
-        does. A guarantee is explained by an output that was changed before. How the complete vLLM
+        does. A guarantee is explained by an object that was changed before. How the complete vLLM
         ended is judged by itself: a user sees it, whatever led to it.
         """
         if req.event == "live.end":
@@ -370,13 +374,13 @@ class _Blame:
             if causes:
                 return min(causes)[1]
         changed = self.changed.get(violation.engine)
-        if req.kind == "guarantee" and changed is not None and changed < violation.seq:
-            return OUTPUT
+        if req.kind == "guarantee" and changed is not None and changed[0] < violation.seq:
+            return changed[1]
         return CRASH if after_crash else None
 
     def changed_before(self, seq: int) -> bool:
-        """Return whether the connector had changed an engine's output before this time."""
-        return any(changed < seq for changed in self.changed.values())
+        """Return whether the connector had changed an engine's objects before this time."""
+        return any(changed < seq for changed, _ in self.changed.values())
 
     def before_crash(self) -> str:
         """Return the requirement, or CRASH, that explains why the run was cut short.

@@ -48,6 +48,7 @@ class Seen:
         self._read = 0
         self._layers = 0
         probe.on("register_kv_caches", before=self._registered)
+        probe.on("on_new_request", before=self._looks_up)
         probe.on("get_num_new_matched_tokens", before=self._looks_up, after=self._looked_up)
         probe.on("update_state_after_alloc", before=self._admitted)
         probe.on("get_kv_connector_stats", before=self._counted)
@@ -56,7 +57,7 @@ class Seen:
         self._layers = max(self._layers, len(call.arg(0, "kv_caches")))
 
     def _looks_up(self, call: Call) -> None:
-        """Note when a request is looked up first: a lookup may start to fetch, and answer None."""
+        """Note when a request is shown first: this may start to fetch, and a lookup answer None."""
         self._since.setdefault(call.arg(0, "request").request_id, time.monotonic())
 
     def _looked_up(self, call: Call) -> None:
@@ -110,13 +111,18 @@ class Seen:
             return {}
         if not allocs or any(e["bytes"] is None for e in dues):
             return {}
+        incomplete = {e["transfer"] for e in dues if e["missing"]}
         found: dict[str, Bounds] = {
             # A load may fill the rest of its last block, too.
             "tokens_granted": (
                 sum(e["external"] for e in grants),
                 sum(in_whole_blocks(e) for e in grants),
             ),
-            "bytes_loaded": (sum(e["bytes"] for e in dues), sum(e["most_bytes"] for e in dues)),
+            # A load that failed in part need not count.
+            "bytes_loaded": (
+                sum(e["bytes"] for e in dues if e["transfer"] not in incomplete),
+                sum(e["most_bytes"] for e in dues),
+            ),
             "tokens_missed": self._missed(allocs),
         }
         offered = sum(e["kind"] == "state.offered" for e in events)
@@ -142,11 +148,15 @@ class Seen:
         return found | {what: (count, count) for what, count in exact.items()}
 
     def _loaded(self, dues: list[Event], grants: list[Event]) -> Bounds:
-        """Return the tokens that loads wrote on all ranks, and those of the chunks with a grant."""
+        """Return the tokens of loads that wrote all, and those of the chunks with a grant.
+
+        They are those of all ranks.
+        """
         size = self._chunk(grants)
         whole = {e["transfer"]: in_whole_chunks(e, size) for e in grants}
+        incomplete = {e["transfer"] for e in dues if e["missing"]}
         return (
-            sum(e["granted"] - len(e["missing"]) for e in dues),
+            sum(e["granted"] for e in dues if e["transfer"] not in incomplete),
             sum(whole[e["transfer"]] for e in dues),
         )
 
@@ -155,14 +165,23 @@ class Seen:
         return max(self.chunk_tokens, *map(block_size, allocs)) if allocs else 1
 
     def _missed(self, allocs: list[Event]) -> Bounds:
-        """Return the misses in whole blocks or chunks that could be stored, and in all blocks."""
-        size = max(map(block_size, allocs))
-        coarse = self._chunk(allocs)
+        """Return the misses in whole blocks or chunks that could be stored, and in all blocks.
+
+        What is found within a chunk may count as missed with that chunk.
+        """
+        block = max(map(block_size, allocs))
+        sizes = (block, self.chunk_tokens or block)
         # Whether the lookup of a resumed request counts is the connector's choice.
         sure = [miss for miss in self._misses if not miss.is_resumed]
         return (
-            sum(max(0, _down(miss.tokens - 1, coarse) - miss.found) for miss in sure),
-            sum(max(0, _up(miss.tokens, size) - miss.found) for miss in self._misses),
+            min(
+                sum(max(0, _down(miss.tokens - 1, size) - miss.found) for miss in sure)
+                for size in sizes
+            ),
+            sum(
+                max(0, _up(miss.tokens, block) - _down(miss.found, max(sizes)))
+                for miss in self._misses
+            ),
         )
 
     def _saved(self, dues: list[Event], allocs: list[Event]) -> Bounds:

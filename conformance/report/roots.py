@@ -26,6 +26,13 @@ CLAIMS = ("lookup.identity", "lookup.truth")
 """Requirements on lookups: what is claimed wrongly was not announced for this request either."""
 RAISES = "hook.no-raise"
 """The requirement on hooks that raise."""
+FORMAL = ("meta.picklable", "hook.arguments-untouched")
+"""Requirements on objects that are passed on: no wrong KV comes of them.
+
+What the engine makes of a changed object is blocked by the second (kvconform.judge.verdict).
+"""
+BY_TABLE = ("IndexError", "KeyError", "ValueError")
+"""Errors that a hook raises where it finds less, or something else, in a block table."""
 OWNED, SOUND = "save.owned", "save.sound"
 ASTRAY, MISSING = "load.only-grant", "load.complete-or-failed"
 MOVING = (Stage.SAVE, Stage.LOAD)
@@ -149,11 +156,15 @@ def _rank(row: Row) -> tuple[Stage, bool]:
 
 
 def _by_outdated_tables(groups: Sequence[list[Row]]) -> list[list[Row]]:
-    """Return the groups that outdated tables explain, that of most runs first."""
+    """Return the groups that outdated tables explain in most runs, that of most runs first.
+
+    The rows of a group have one cause; what the block tables of some runs tell holds for all.
+    """
     known = [
         group
         for group in groups
-        if stage(group[0]) in MOVING and all(row.outdated is not None for row in group)
+        if stage(group[0]) in MOVING
+        and 2 * sum(row.outdated is not None for row in group) > len(group)
     ]
     return sorted(known, key=lambda group: -len({row.run for row in group}))
 
@@ -163,12 +174,15 @@ def _is_by_table(group: Sequence[Row], known: Sequence[Sequence[Row]]) -> bool:
 
     A load that did not write may have used such a table if another load did. A save that read a
     block too late may have done so if one of the same run and step did. A hook that raises only in
-    steps of requests with another table may have done so, too.
+    steps of requests with another table, as one that finds too little there, may have done so, too.
     """
     if group[0].requirement == RAISES:
-        return all(row.suspected is not None for row in group)
+        is_search = not set(BY_TABLE).isdisjoint(group[0].cause)
+        return is_search and all(row.suspected is not None for row in group)
     if stage(group[0]) not in MOVING:
         return False
+    if any(group is one for one in known):
+        return True
     rows = [row for one in known for row in one]
     loads = any(row.side == "load" for row in rows)
     tables = {_by_table(row, row.outdated) for row in rows}
@@ -224,7 +238,7 @@ def _early_or_late(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Ro
     for other in groups:
         if not _may_hide(other[0], group[0]):
             continue
-        late = all(row.side == "save" and row.outdated is None for row in group)
+        late = all(row.side == "save" and row.outdated is None for row in (*group, other[0]))
         if other[0].requirement == OWNED and late:
             return other
         if other[0].requirement == SOUND and FAILED_LOAD in group[0].cause:
@@ -299,7 +313,7 @@ def _explained_by(group: Sequence[Row], known: Sequence[Root]) -> Root | None:
 def _explains(root: Root, group: Sequence[Row]) -> set[str]:
     """Return the runs in which a root cause can explain a group."""
     first = root.row
-    if first.requirement == group[0].requirement or not _may_hide(first, group[0]):
+    if first.requirement in (group[0].requirement, *FORMAL) or not _may_hide(first, group[0]):
         return set()
     here = stage(first)
     there = stage(group[0])

@@ -37,6 +37,10 @@ EXPLAINED = 5
 """Number of sections with a check and a usual cause, unless -v is given."""
 CONSEQUENCES = 4
 """Number of consequences of a root cause that are described."""
+NAMED = 8
+"""Number of consequences of a root cause that are named, unless -v is given."""
+WISHED = 16
+"""Number of lines of an excerpt for which the sentences about consequences are shortened."""
 
 
 def print_failures(
@@ -53,9 +57,9 @@ def print_failures(
     sections = [root for root in found if verbose or root.counts or root.row.kind == "guarantee"]
     console.print()
     with console.capture() as first:
-        _overview(console, 1, found[0], place=found[0] not in sections)
+        _overview(console, 1, found[0], place=found[0] not in sections, most=_named(verbose))
     for number, root in enumerate(found, 1):
-        _overview(console, number, root, place=root not in sections)
+        _overview(console, number, root, place=root not in sections, most=_named(verbose))
     for number, root in enumerate(sections, 1):
         if number > 1 and not verbose:
             _folded(console, collector, root, number, brief=number > EXPLAINED)
@@ -68,8 +72,12 @@ def print_failures(
             _whole(console, collector, group, None, root.row.requirement)
 
 
-def _overview(console: Console, number: int, root: Root, *, place: bool) -> None:
-    """Print the line of a root cause: what it is, and what follows from it.
+def _named(verbose: bool) -> int | None:
+    return None if verbose else NAMED
+
+
+def _overview(console: Console, number: int, root: Root, *, place: bool, most: int | None) -> None:
+    """Print the line of a root cause: what it is, and what follows from it, `most` by name.
 
     With `place`, print where it fails, too: it has no section.
     """
@@ -78,6 +86,8 @@ def _overview(console: Console, number: int, root: Root, *, place: bool) -> None
     if number_of := root.number:
         failed = list(dict.fromkeys(group[0].requirement for group in root.consequences))
         names = [*failed, *(f"{name} (blocked)" for name in root.blocked)]
+        if most is not None and len(names) > most + 1:
+            names = [*names[:most], f"and {len(names) - most} more"]
         text += f" {many(number_of, 'consequence')}: {', '.join(names)}"
     label = f"{number}. "
     if what := caveat(first):
@@ -112,7 +122,7 @@ def _fitted(console: Console, collector: Collector, root: Root, room: int) -> No
             _whole(console, collector, root.group, 1, most=0)
             _consequences(console, root, brief=brief)
         left = room - rest.get().count("\n")
-        if left >= LEAST:
+        if left >= WISHED:
             break
     _whole(console, collector, root.group, 1, most=min(max(left, LEAST), MOST))
     _consequences(console, root, brief=brief)

@@ -252,7 +252,7 @@ def _errors(
         return
     console.print()
     console.rule("[bold]Errors of the harness or the environment", align="left")
-    for text, where in groups.items():
+    for text, where in list(groups.items())[: None if debug else LISTED]:
         runs = list(dict.fromkeys(row.run for row in where))
         names = {row.requirement for row in where}
         text = f"{min(names)}: {text}" if len(names) == 1 else text
@@ -260,6 +260,8 @@ def _errors(
             f"[magenta]ERROR[/]  {escape(text)}"
             f"  [dim]{many(len(runs), 'run')}, first {escape(runs[0])}[/]"
         )
+    if len(groups) > LISTED and not debug:
+        console.print(f"[magenta]ERROR[/]  {len(groups) - LISTED} more kinds (--debug)")
     errors = [report.harness_error for report in reports if report.harness_error]
     for error in errors[:LISTED] if debug else ():
         console.print(Text(error), soft_wrap=True)

@@ -48,9 +48,20 @@ class World:
         self.seen = Seen(self.trace, self.probe)  # type: ignore[arg-type]
         self.grants: list[tuple[str, int]] = []
 
-    def look_up(self, req: str, tokens: int, found: int | None, seconds: float = 0.0) -> None:
+    def look_up(
+        self,
+        req: str,
+        tokens: int,
+        found: int | None,
+        seconds: float = 0.0,
+        preemptions: int = 0,
+        skips: bool = False,
+    ) -> None:
         request = SimpleNamespace(
-            request_id=req, num_tokens=tokens, num_preemptions=0, skip_reading_prefix_cache=False
+            request_id=req,
+            num_tokens=tokens,
+            num_preemptions=preemptions,
+            skip_reading_prefix_cache=skips,
         )
         arguments = {"request": request, "num_computed_tokens": 0}
         self.probe.call("get_num_new_matched_tokens", "before", **arguments)
@@ -129,6 +140,74 @@ def test_a_fetch_that_was_not_granted_counts(world: World) -> None:
     world.admit("b", 8)
     world.land("b", 8)
     assert world.bounds()["load_seconds"][1] == 0.5
+
+
+def test_seconds_count_from_when_a_request_is_shown(world: World) -> None:
+    """Its KV may be fetched before it is looked up."""
+    request = SimpleNamespace(request_id="a")
+    world.probe.call("on_new_request", "before", request=request)
+    world.clock.now += 0.5
+    world.look_up("a", 9, 8)
+    world.admit("a", 8)
+    world.land("a", 8)
+    assert world.bounds()["load_seconds"][1] == 0.5
+
+
+def test_a_load_that_failed_in_part_need_not_count(world: World) -> None:
+    world.look_up("a", 9, 8)
+    world.admit("a", 8)
+    world.land("a", 8)
+    world.trace.events[-1]["missing"] = [4, 5, 6, 7]
+    found = world.bounds()
+    assert (found["tokens_loaded"], found["bytes_loaded"]) == ((0, 8), (0, 80))
+
+
+def test_what_a_resumed_or_a_skipping_request_misses(world: World) -> None:
+    """The first may count, and the second does not."""
+    world.look_up("a", 9, 0, preemptions=1)
+    world.admit("a", 0)
+    world.look_up("b", 9, 0, skips=True)
+    world.admit("b", 0)
+    assert world.bounds()["tokens_missed"] == (0, 12)
+
+
+def test_a_miss_may_count_with_all_of_its_chunk(world: World) -> None:
+    world.seen.chunk_tokens = 16
+    world.look_up("a", 17, 12)
+    world.admit("a", 12)
+    world.land("a", 12)
+    assert world.bounds()["tokens_missed"] == (4, 20)
+    other = World(world.clock)
+    other.seen.chunk_tokens = 3
+    other.look_up("a", 17, 0)
+    other.admit("a", 0)
+    assert other.bounds()["tokens_missed"] == (15, 20)
+
+
+def test_nothing_is_known_of_tokens_that_are_split_or_of_several_groups(world: World) -> None:
+    world.seen.splits_tokens = True
+    world.look_up("a", 9, 8)
+    world.admit("a", 8)
+    world.land("a", 8)
+    assert {"tokens_loaded", "blocks_loaded"}.isdisjoint(world.bounds())
+    other = World(world.clock)
+    other.look_up("a", 9, 8)
+    other.admit("a", 8)
+    other.trace.events[-1]["tables"] = [[4, 0, [1, 2]], [4, 0, [3, 4]]]
+    other.land("a", 8)
+    assert {"tokens_loaded", "bytes_saved"}.isdisjoint(other.bounds())
+
+
+@pytest.mark.parametrize(
+    ("quiesced", "crashed"), [(False, False), (True, True)], ids=["unfinished", "crashed"]
+)
+def test_nothing_is_known_of_a_run_that_did_not_end_well(
+    quiesced: bool, crashed: bool, world: World
+) -> None:
+    world.look_up("a", 9, 0)
+    world.admit("a", 0)
+    world.trace.emit("run.end", quiesced=quiesced, crashed=crashed)
+    assert world.seen.of_run() == {}
 
 
 def test_no_seconds_without_a_load_that_brought_anything(world: World) -> None:

@@ -91,6 +91,17 @@ def test_saves_that_came_too_late_are_one_mistake() -> None:
     assert len(roots([early, owned])) == 2, "not known to be late"
     early.side, early.outdated = "save", ("a", 5)
     assert len(roots([early, owned])) == 2, "by an outdated table"
+    early.outdated, owned.side, owned.suspected = None, None, None
+    assert len(roots([early, owned])) == 2, "the other one is not known to be late"
+
+
+def test_what_most_runs_tell_of_an_outdated_table_holds_for_the_group() -> None:
+    load = [told("load.position", case, "load", ("a", 5)) for case in ("c", "d", "e", "f")]
+    save = [told("save.confirmed", case, "save", ("a", 5)) for case in ("c", "d")]
+    unclear = row("save.confirmed", "g", cause="save.confirmed told")
+    assert shape(roots([*load, *save, unclear])) == [("load.position", ["save.confirmed"], [])]
+    more = row("save.confirmed", "h", cause="save.confirmed told")
+    assert len(roots([*load, *save, unclear, more])) == 2, "not in most runs"
 
 
 def test_what_an_outdated_table_may_explain_needs_another_failure_that_one_explains() -> None:
@@ -311,7 +322,7 @@ def test_a_hit_before_anything_was_computed_explains_what_follows() -> None:
 
 
 def test_a_hook_that_raises_in_steps_with_another_table_follows_outdated_tables() -> None:
-    raised = [row("hook.no-raise", case) for case in ("one", "two")]
+    raised = [row("hook.no-raise", case, cause="IndexError") for case in ("one", "two")]
     for each in raised:
         each.suspected = ("a", 3)
     load = told("load.position", "three", "load", ("b", 4))
@@ -319,3 +330,39 @@ def test_a_hook_that_raises_in_steps_with_another_table_follows_outdated_tables(
     assert [root.row for root in roots(raised)] == raised[:1], "no table is proved to be outdated"
     raised[1].suspected = None
     assert len(roots([*raised, load])) == 2
+    other = row("hook.no-raise", "one", cause="AssertionError")
+    other.suspected = ("a", 3)
+    assert len(roots([other, load])) == 2, "not what a search in a table raises"
+
+
+@pytest.mark.parametrize("formal", ["meta.picklable", "hook.arguments-untouched"])
+def test_what_is_only_passed_on_explains_no_wrong_kv(formal: str) -> None:
+    rows = [row(formal, event=1), row("save.owned", event=2), row("load.position", event=3)]
+    assert [root.row.requirement for root in roots(rows)] == [formal, "save.owned"]
+
+
+def test_what_shows_in_the_end_explains_nothing() -> None:
+    """Neither events that were not published, nor what was left over."""
+    for name in ("events.complete", "end.released"):
+        rows = [row(name, event=1), row("stats.fresh", event=2), row("run.quiesces", event=3)]
+        assert len(roots(rows)) == 3
+
+
+def test_a_risk_weighs_more_than_advice_and_less_than_what_counts() -> None:
+    risk = row("load.position", "one", gating=False)
+    risk.beyond = ("abort-during-load",)
+    advice = row("stats.fresh", "two", gating=False)
+    advice.level = "SHOULD"
+    counts = row("finish.once", "three")
+    found = roots([advice, risk, counts])
+    assert [root.weight.name for root in found] == ["COUNTS", "RISK", "ADVICE"]
+
+
+def test_only_what_counts_alike_raises_the_magnitude_of_a_save() -> None:
+    """A save in one run comes before what is missing in many, but not for what is only advised."""
+    save = row("save.owned", "one", event=5)
+    many_missing = [row("save.completeness", f"c{n}", gating=False) for n in range(20)]
+    for each in many_missing:
+        each.level = "SHOULD"
+    call = [row("lookup.stable", f"d{n}") for n in range(8)]
+    assert roots([save, *many_missing, *call])[0].row.requirement == "lookup.stable"

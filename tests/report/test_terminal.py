@@ -122,6 +122,52 @@ def test_blocked_guarantees_are_told_from_requirements() -> None:
     assert "1 blocked, 1 blocked (engine's), 1 fail" in text
 
 
+def test_a_root_cause_names_eight_consequences_unless_verbose() -> None:
+    found = collector()
+    names = [
+        r.id
+        for r in SPEC.requirements.values()
+        if r.kind == "requirement" and r.id in found.selection.judged and r.id != "save.owned"
+    ]
+    blocked = [failure(name) for name in names[:30]]
+    for each in blocked:
+        each.verdict, each.blocked_by = Verdict.BLOCKED, "save.owned"
+    judged(found, SAVE, *blocked)
+    text = " ".join(" ".join(printed(found)).split())
+    named = text.partition("30 consequences: ")[2].partition(", and 22 more ")[0]
+    assert named.count("(blocked)") == 8
+    found.settings.verbose = True
+    text = " ".join(" ".join(printed(found)).split())
+    assert all(f"{name} (blocked)" in text for name in names[:30])
+
+
+def test_of_many_consequences_four_are_described() -> None:
+    found = collector()
+    names = ["load.position", "load.only-grant", "load.complete-or-failed", "load.errors"]
+    names += ["layout.halves", "layout.heads", "load.failed-while-loading"]
+    made = [name for name in names if name in found.selection.judged]
+    judged(found, SAVE, *(failure(name) for name in made))
+    lines = printed(found)
+    assert len(made) > sections.CONSEQUENCES
+    assert f"             and {len(made) - sections.CONSEQUENCES} more (-v)" in lines
+
+
+def test_four_kinds_of_errors_are_listed_unless_debugged() -> None:
+    found = collector(runs=6)
+    judged(found)
+    for number, report in enumerate(found.reports.values()):
+        for row in report.rows:
+            row.verdict, row.message = Verdict.ERROR, f"broken {number}"
+        report.harness_error = f"Traceback {number}"
+    lines = printed(found)
+    assert sum(line.startswith("ERROR  broken") for line in lines) == 4
+    assert "ERROR  2 more kinds (--debug)" in lines
+    found.settings.debug = True
+    lines = printed(found)
+    assert sum(line.startswith("ERROR  broken") for line in lines) == 6
+    assert sum(line.startswith("Traceback ") for line in lines) == 4
+
+
 def test_verbose_prints_every_requirement() -> None:
     found = collector(verbose=True)
     judged(found)
