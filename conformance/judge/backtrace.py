@@ -189,16 +189,21 @@ def _readmitted(trace: list[Event], event: Event) -> Story | None:
     return None
 
 
-def _taken(known: dict[str, list[Stay]], owner: str, held: int, wanted: int) -> Iterator[Story]:
+def _taken(
+    known: dict[str, list[Stay]], owner: str, held: int, wanted: int, only: int | None = None
+) -> Iterator[Story]:
     """Yield a story per request that had the block of `owner` before it, at the index `wanted`.
 
     A save of that request that read the block too late, or by its old table, found KV of `owner`;
-    which of the two, nothing tells.
+    which of the two, nothing tells. `held` is the block's index in the table of `owner`, and `only`
+    its id if that is known.
     """
     for stay in known.get(owner, []):
         if held >= len(stay.table):
             continue
         block = stay.table[held]
+        if only is not None and block != only:
+            continue
         for name, others in known.items():
             for earlier in others:
                 if (
@@ -300,10 +305,10 @@ def _kept(before: list[Stay], stay: Stay) -> list[int]:
 def _too_early(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
     """Yield a story per request that may have saved `origin_block` before it was computed.
 
-    A load into it had failed, and the owner saved it before it was computed; or another request had
-    it before, and saved it too late; or the owner saved it by an outdated table, as it never was at
-    this index of its table. Where it was there once, a save by the right table may have come before
-    the KV.
+    A load into it had failed or left it out, and the owner saved it before it was computed; or
+    another request had it before, and saved it too late; or the owner saved it by an outdated
+    table, as it never was at this index of its table. Where it was there once, an outdated table is
+    only suspected: a save by the right one may have come before the KV.
     """
     block = event.get("origin_block")
     if block is None:
@@ -315,6 +320,14 @@ def _too_early(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
         if e["kind"] == "transfer.failed" and e["req"] == owner and block in e["blocks"]:
             text = f"the load into block {block} had failed in step {e['step']}"
             yield Story(owner, text, failed=True)
+        left_out = e["kind"] == "load.due" and e["req"] == owner and not e["reported_failed"]
+        if left_out and any(
+            stay.table[position // size : position // size + 1] == [block]
+            for position in e["missing"]
+            for stay in known.get(owner, [])
+        ):
+            text = f"the load in step {e['step']} had left block {block} out, and reported nothing"
+            yield Story(owner, text, failed=True)
     by_table = list(_by_kept_table(known, owner, block, wanted))
     # What a save of another request explains, too late, one by an old table may explain as well.
     suspects = [(story.req, story.outdated) for story in by_table] + [
@@ -325,12 +338,20 @@ def _too_early(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
     ]
     for stay in known.get(owner, []):
         if block in stay.table:
-            for story in _taken(known, owner, stay.table.index(block), wanted):
+            for story in _taken(known, owner, stay.table.index(block), wanted, block):
                 if story.suspected is None and suspects:
                     req, changed = suspects[0]
                     story = story._replace(req=req, suspected=changed)
                 yield story
     yield from by_table
+    if any(stay.table[wanted : wanted + 1] == [block] for stay in known.get(owner, [])[-1:]):
+        return  # the right table
+    for req, changed in suspects:
+        text = (
+            f"block {block} was block {wanted} of request {req} before step {changed}:"
+            " a save that uses the old table reads it"
+        )
+        yield Story(req, text, suspected=changed)
 
 
 def _by_kept_table(

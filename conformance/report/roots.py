@@ -233,7 +233,8 @@ def _leader(
 def _early_or_late(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
     """Return the group that tells why KV was stored that was not there yet, or no longer.
 
-    These are saves that read blocks after their request had lost them, or saves upon failed loads.
+    These are saves that read blocks after their request had lost them, saves upon failed loads, or
+    loads that left out what was saved then.
     """
     for other in groups:
         if not _may_hide(other[0], group[0]):
@@ -241,7 +242,11 @@ def _early_or_late(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Ro
         late = all(row.side == "save" and row.outdated is None for row in (*group, other[0]))
         if other[0].requirement == OWNED and late:
             return other
-        if other[0].requirement == SOUND and FAILED_LOAD in group[0].cause:
+        if FAILED_LOAD not in group[0].cause:
+            continue
+        if other[0].requirement == SOUND:
+            return other
+        if other[0].requirement == MISSING and _all_in(group, other, _of_run):
             return other
     return None
 
@@ -286,6 +291,11 @@ def _all_in(
     """Return whether each row of `group` has a fact that a row of `other` has, too."""
     known = {fact(row) for row in other} - {None}
     return all(fact(row) in known for row in group)
+
+
+def _of_run(row: Row) -> tuple[object, ...]:
+    """Return the run of a failure."""
+    return (row.run,)
 
 
 def _of_event(row: Row) -> tuple[object, ...]:

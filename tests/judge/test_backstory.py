@@ -393,6 +393,24 @@ def test_a_save_by_an_old_table_to_which_only_later_blocks_were_added() -> None:
     )
 
 
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_save_of_a_block_that_its_load_left_out(reported: bool) -> None:
+    due = {"kind": "load.due", "step": 5, "req": "c", "transfer": "c", "missing": [8, 9, 10, 11]}
+    run = ending(
+        scheduled(5, "c", 6, 8, 10, 12, listed_as="new"),
+        {**due, "reported_failed": reported},
+        last={**never_computed(10, 8), "origin_req": "c"},
+    )
+    story = tell(run, run[-1])
+    if reported:
+        assert story is None
+    else:
+        text = "the load in step 5 had left block 10 out, and reported nothing"
+        assert story == Story("c", text, failed=True)
+    other = {**run[-1], "origin_block": 12, "pos": 12}
+    assert tell([*run[:-1], other], other) is None, "block 12 was loaded"
+
+
 def test_a_late_save_may_be_one_by_an_old_table() -> None:
     """Block 12 was index 3 of c up to its preemption; now it is index 2, and block 9 is index 3."""
     known = (
@@ -406,8 +424,11 @@ def test_a_late_save_may_be_one_by_an_old_table() -> None:
     event = {**never_computed(12, 12), "origin_req": "c"}
     run = ending(*known, preempted(12, "c"), *again, last=event)
     story = tell(run, run[-1])
-    assert story is not None and story.text.endswith("a save of a read it after that")
-    assert (story.req, story.outdated, story.suspected) == ("c", None, 12)
+    assert story == Story(
+        "c",
+        "block 12 was block 3 of request c before step 12: a save that uses the old table reads it",
+        suspected=12,
+    ), "not that a save of a read block 9"
     run = ending(*known, *again, last=event)
     story = tell(run, run[-1])
     assert story is None or story.suspected is None, "c was never preempted"

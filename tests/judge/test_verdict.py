@@ -178,6 +178,18 @@ def test_after_a_crash_nothing_is_blamed_on_what_came_after() -> None:
     assert found["a.end"].blocked_by == found["a.pending"].blocked_by == "a.crash"
 
 
+@pytest.mark.parametrize("req", ["a", "b"])
+def test_a_guarantee_for_a_request_is_explained_by_a_wrong_answer_to_its_lookup(req: str) -> None:
+    answers = requirement("lookup.last-token")
+    promised = requirement("engine.b", kind="guarantee", event="transfer.reported", never=True)
+    reported = {"kind": "transfer.reported", "req": req}
+    found = verdicts([answers, promised], lookup(False), reported)
+    assert found["lookup.last-token"].verdict is Verdict.FAIL
+    assert (found["engine.b"].verdict, found["engine.b"].blocked_by) == (
+        (Verdict.BLOCKED, "lookup.last-token") if req == "a" else (Verdict.FAIL, None)
+    )
+
+
 def test_what_a_crash_cut_short_is_blamed_on_the_hook_that_raised() -> None:
     raises = requirement("hook.no-raise", event="transfer.reported", never=True)
     pending = requirement("a.pending", **PENDING)

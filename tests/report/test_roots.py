@@ -95,6 +95,17 @@ def test_saves_that_came_too_late_are_one_mistake() -> None:
     assert len(roots([early, owned])) == 2, "the other one is not known to be late"
 
 
+def test_a_save_of_what_a_load_left_out_follows_that_load() -> None:
+    save = row("save.confirmed", "c", event=3)
+    save.cause += (FAILED_LOAD,)
+    load = row("load.complete-or-failed", "c", event=9)
+    assert shape(roots([save, load])) == [("load.complete-or-failed", ["save.confirmed"], [])]
+    elsewhere = row("load.complete-or-failed", "d")
+    assert len(roots([save, elsewhere])) == 2
+    save.cause = ("x",)
+    assert roots([save, load])[0].row is save, "otherwise, saves come before loads"
+
+
 def test_what_most_runs_tell_of_an_outdated_table_holds_for_the_group() -> None:
     load = [told("load.position", case, "load", ("a", 5)) for case in ("c", "d", "e", "f")]
     save = [told("save.confirmed", case, "save", ("a", 5)) for case in ("c", "d")]
