@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from kvconform.judge.records import CaseReport, Row
+from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.report.causes import (
     NO_VLLM,
     PROCESS_RULE,
@@ -35,6 +35,9 @@ FEW = 2
 """Number of runs that a folded section lists by name."""
 EXPLAINED = 5
 """Number of sections with a check and a usual cause, unless -v is given."""
+THREADS = "lifecycle.threads-end"
+"""The requirement on threads that a connector leaves."""
+TIMING = "The connector has threads of its own: what they do may differ from run to run."
 CONSEQUENCES = 4
 """Number of consequences of a root cause that are described."""
 NAMED = 8
@@ -167,6 +170,20 @@ def _whole(
     paragraph(console, "evidence", first.evidence)
     _also(console, group, LISTED if most is None else FEW)
     command(console, "reproduce", reproduction_words(collector, first))
+    if _has_threads(collector.reports, first):
+        paragraph(console, "timing", TIMING)
+
+
+def _has_threads(reports: Mapping[str, CaseReport], row: Row) -> bool:
+    """Return whether threads of the connector went on after the run that a row is about."""
+    report = reports.get(row.run)
+    return (
+        row.requirement != THREADS
+        and report is not None
+        and any(
+            each.requirement == THREADS and each.verdict is Verdict.FAIL for each in report.rows
+        )
+    )
 
 
 def _folded(

@@ -227,6 +227,15 @@ def test_what_follows_is_shortened_only_where_there_is_no_room(length: int) -> N
     assert len(cut) == (0 if length == 1 else 3)
 
 
+def test_a_failure_of_a_connector_with_threads_may_not_come_again_at_once() -> None:
+    found = collector()
+    judged(found, SAVE)
+    assert not any(line.startswith("timing ") for line in printed(found))
+    found = collector()
+    judged(found, SAVE, failure(sections.THREADS))
+    assert sum(line.startswith("timing ") for line in printed(found)) == 1
+
+
 def test_runs_without_their_situation_are_only_counted_next_to_failures() -> None:
     found = collector()
     judged(found, SAVE)
