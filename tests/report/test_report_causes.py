@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvconform.judge.records import Row, Verdict
+from kvconform.judge.records import FAILED_LOAD, Row, Verdict
 from kvconform.report.causes import SHOWN, by_cause, other_runs, usual_causes
 
 
@@ -93,6 +93,14 @@ def test_a_failure_is_never_shown_as_a_risk() -> None:
     groups = by_cause(rows)
     assert [group[0].gating for group in groups] == [True] * SHOWN
     assert sum(map(len, groups)) == len(rows)
+
+
+def test_a_save_upon_a_failed_load_has_no_usual_cause() -> None:
+    wrong = "Saves blocks before they are computed."
+    found = row("save.confirmed", "x")
+    assert usual_causes(found, wrong) == wrong
+    found.cause += (FAILED_LOAD,)
+    assert usual_causes(found, wrong) == ""
 
 
 def test_usual_causes_of_what_a_hook_raised_fit_its_error() -> None:

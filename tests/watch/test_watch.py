@@ -17,6 +17,7 @@ import pytest
 import warm_rig
 from kvconform.config.settings import Settings
 from kvconform.errors import UsageError
+from kvconform.watch import client, loop
 from kvconform.watch.sources import Changes, Source, source_of
 from warm_rig import RIGHT, RUN, WRONG
 
@@ -72,6 +73,16 @@ def test_watching() -> None:
         reader.join(5)
         assert code == 0
         assert lines[-1:] == ["ended\n"]
+
+
+def test_a_connector_that_does_not_exist_is_refused_before_a_server_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "start", lambda *_: pytest.fail("a server was started"))
+    notes: list[str] = []
+    with pytest.raises(UsageError, match="there is no package 'nosuch'"):
+        loop.once(Settings(connector="nosuch:Conn"), notes.append)
+    assert notes == []
 
 
 def interrupted(process: subprocess.Popen[str]) -> int:
