@@ -113,8 +113,8 @@ CRASH = "engine.crash"
 """`blocked_by` of a row that is blocked by a crash which no requirement explains."""
 RAISES = "hook.no-raise"
 """Requirement on hooks that raise."""
-LOOKUPS = "lookup."
-"""Beginning of requirements on lookups: the engine takes a request on by what they answer."""
+CLAIMS = ("lookup.truth", "lookup.identity", "lookup.last-token")
+"""Requirements on what a lookup claims: the engine believes it, and takes the request on by it."""
 UNTOUCHED = ("meta.output-untouched", "hook.arguments-untouched")
 """Requirements that explain what the engine does with objects that the connector changed."""
 
@@ -144,7 +144,7 @@ def judge(
     A violation detected after a crash of the engine is explained by the crash. A violation of a
     `consequence` requirement is also explained by any MUST that failed at the same event or
     earlier. A violation of a guarantee is also explained by an earlier change of the same engine's
-    objects, or a wrong answer to a lookup of its request: the engine goes on with these. What
+    objects, or a wrong claim of a lookup of its request: the engine goes on with these. What
     follows after the
     engine lost track of a request (kvconform.judge.engine_bugs) is UNSUPPORTED. SHOULD and MAY get
     the same verdicts, and so do requirements in a situation that no vLLM brings about (`beyond`),
@@ -333,8 +333,8 @@ class _Blame:
         self.detected: dict[str, int] = {}  # requirement -> when its first violation was detected
         # engine -> when one of its objects was first changed, and the requirement that this fails
         self.changed: dict[str | None, tuple[int, str]] = {}
-        # engine and request -> the first wrong answer of a lookup, and the requirement
-        self.answers: dict[tuple[str | None, str | None], tuple[int, str]] = {}
+        # engine and request -> the first wrong claim of a lookup, and the requirement that it fails
+        self.claims: dict[tuple[str | None, str | None], tuple[int, str]] = {}
 
     def settle(self, req: Requirement, row: Row, monitor: Monitor) -> None:
         """Set FAIL with the first violation that nothing explains, or BLOCKED if there is none.
@@ -350,10 +350,10 @@ class _Blame:
             row.verdict = Verdict.FAIL
             if req.level in MUST:
                 self.failures.append((first.seq, req.id))
-            if req.level in MUST and req.id.startswith(LOOKUPS):
+            if req.level in MUST and req.id in CLAIMS:
                 for violation in monitor.violations:
-                    whose, answer = (violation.engine, violation.req), (violation.event, req.id)
-                    self.answers[whose] = min(answer, self.answers.get(whose, answer))
+                    whose, claim = (violation.engine, violation.req), (violation.event, req.id)
+                    self.claims[whose] = min(claim, self.claims.get(whose, claim))
             if req.id in UNTOUCHED:
                 for violation in monitor.violations:
                     change = (violation.seq, req.id)
@@ -368,15 +368,15 @@ class _Blame:
         row.check = first.check
 
     def settle_again(self, req: Requirement, row: Row, monitor: Monitor) -> None:
-        """Set BLOCKED if wrong answers to lookups, which are all known now, explain a guarantee.
+        """Set BLOCKED if wrong claims of lookups, which are all known now, explain a guarantee.
 
         Changes the row.
         """
-        answers = [self.answers.get((each.engine, each.req)) for each in monitor.violations]
-        pairs = zip(answers, monitor.violations, strict=True)
-        if all(answer is not None and answer[0] < each.event for answer, each in pairs):
+        claims = [self.claims.get((each.engine, each.req)) for each in monitor.violations]
+        pairs = zip(claims, monitor.violations, strict=True)
+        if all(claim is not None and claim[0] < each.event for claim, each in pairs):
             row.verdict = Verdict.BLOCKED
-            row.blocked_by = answers[0][1] if answers[0] is not None else None
+            row.blocked_by = claims[0][1] if claims[0] is not None else None
 
     def explanation(self, req: Requirement, violation: Violation) -> str | None:
         """Return the requirement, or CRASH, that explains a violation, or None.
