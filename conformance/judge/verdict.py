@@ -144,11 +144,10 @@ def judge(
     A violation detected after a crash of the engine is explained by the crash. A violation of a
     `consequence` requirement is also explained by any MUST that failed at the same event or
     earlier. A violation of a guarantee is also explained by an earlier change of the same engine's
-    objects, or a wrong claim of a lookup of its request: the engine goes on with these. What
-    follows after the
-    engine lost track of a request (kvconform.judge.engine_bugs) is UNSUPPORTED. SHOULD and MAY get
-    the same verdicts, and so do requirements in a situation that no vLLM brings about (`beyond`),
-    but these count (`gating`) only with `strict`. A guarantee never counts.
+    objects, or by a wrong claim of a lookup of its request: the engine goes on with these. What
+    follows after the engine lost track of a request (kvconform.judge.engine_bugs) is UNSUPPORTED.
+    SHOULD and MAY get the same verdicts, and so do requirements in a situation that no vLLM brings
+    about (`beyond`), but these count (`gating`) only with `strict`. A guarantee never counts.
     """
     main = runs["connector"]
     rows: list[Row] = []

@@ -132,8 +132,8 @@ class Seen:
         has_one_group = all(len(e["tables"]) == 1 and not e["tables"][0][1] for e in allocs)
         ranks = 1 + max((e.get("rank") or 0 for e in dues), default=0)
         if has_one_group and not self.splits_tokens:
-            found["tokens_loaded"] = self._loaded(dues, grants)
-            found["blocks_loaded"] = _blocks(dues, grants, ranks)
+            found["tokens_loaded"] = self._loaded(dues, grants, incomplete)
+            found["blocks_loaded"] = _blocks(grants, incomplete, ranks)
         if complete and has_one_group:
             found["bytes_saved"] = self._saved(complete, allocs)
             largest = max(e["granted"] for e in complete)
@@ -147,14 +147,13 @@ class Seen:
         exact = self.known() if self.known else {}
         return found | {what: (count, count) for what, count in exact.items()}
 
-    def _loaded(self, dues: list[Event], grants: list[Event]) -> Bounds:
+    def _loaded(self, dues: list[Event], grants: list[Event], incomplete: set[Any]) -> Bounds:
         """Return the tokens of loads that wrote all, and those of the chunks with a grant.
 
-        They are those of all ranks.
+        They are those of all ranks. `incomplete`: loads that did not write all.
         """
         size = self._chunk(grants)
         whole = {e["transfer"]: in_whole_chunks(e, size) for e in grants}
-        incomplete = {e["transfer"] for e in dues if e["missing"]}
         return (
             sum(e["granted"] for e in dues if e["transfer"] not in incomplete),
             sum(whole[e["transfer"]] for e in dues),
@@ -229,13 +228,13 @@ class Seen:
         return 0 if may_expire else self.cache.left, most
 
 
-def _blocks(dues: list[Event], grants: list[Event], ranks: int) -> Bounds:
+def _blocks(grants: list[Event], incomplete: set[Any], ranks: int) -> Bounds:
     """Return the blocks of loads that wrote all that was granted, and those of all, on each rank.
 
-    A connector may count the blocks of a request, or those of each rank.
+    A connector may count the blocks of a request, or those of each rank. `incomplete`: loads that
+    did not write all.
     """
     blocks = {e["transfer"]: in_whole_blocks(e) // block_size(e) for e in grants}
-    incomplete = {e["transfer"] for e in dues if e["missing"]}
     least = sum(count for transfer, count in blocks.items() if transfer not in incomplete)
     return least, sum(blocks.values()) * ranks
 

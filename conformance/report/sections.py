@@ -117,7 +117,7 @@ def _title(console: Console, row: Row, number: int | None, of: str | None) -> No
 def _fitted(console: Console, collector: Collector, root: Root, room: int) -> None:
     """Print the section of the first root cause in `room` lines, if that is possible.
 
-    The excerpt gives way first, then what is told of consequences.
+    What is told of consequences is shortened if the excerpt would get less than WISHED lines.
     """
     left = 0
     for brief in (False, True):

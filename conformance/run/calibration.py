@@ -197,7 +197,7 @@ def profile_of(target: Target, tmp: Path) -> Profile:
     def learn(name: str, value: Any) -> None:
         if name not in caps:
             caps[name], sources[name] = value, "inferred"
-        elif sources[name] == "declared" and caps[name] != value:
+        elif sources[name] == "declared" and not _alike(caps[name], value):
             doubts[name] = contradicted(caps[name], value)
 
     from kvconform.compat.vllm_api import SupportsHMA
@@ -277,6 +277,13 @@ def profile_of(target: Target, tmp: Path) -> Profile:
         if evidence:
             doubts["chunk_tokens"] = f"but {evidence}"
     return _profile(complete(caps), sources, doubts, calibration)
+
+
+def _alike(declared: Any, seen: Any) -> bool:
+    """Return whether two values of a capability mean the same: the order of names does not."""
+    if isinstance(declared, (list, tuple)) and isinstance(seen, (list, tuple)):
+        return sorted(declared) == sorted(seen)
+    return bool(declared == seen)
 
 
 def _profile(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import ValidationError
@@ -21,7 +21,7 @@ from kvconform.contract.requirement import Requirement
 from kvconform.judge.verdict import evaluate_sides
 from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.variants.peer import Offer, Peer, Pull
-from kvconform.run.calibration import NOTHING, HandOver, hand_over
+from kvconform.run.calibration import NOTHING, HandOver, hand_over, target_profile
 from kvconform.run.case import run_and_judge
 from kvconform.run.pair import _through_json
 from kvconform.run.runner import run_variant
@@ -349,6 +349,24 @@ def test_notes_are_found_out_where_the_two_roles_are_declared(tmp_path: Path) ->
     assert (report.capabilities["notes"], report.sources["notes"]) == (True, "inferred")
     verdicts = {row.requirement: row.verdict for row in report.rows}
     assert verdicts["transfer.released"] == "PASS"
+
+
+class OrdersRoles(Peer):
+    """Names its roles in an order of its own."""
+
+    kvconform_capabilities: ClassVar = {"roles": ["kv_consumer", "kv_both", "kv_producer"]}
+
+
+class LacksRole(Peer):
+    """Does not name a role that it has."""
+
+    kvconform_capabilities: ClassVar = {"roles": ["kv_consumer", "kv_producer"]}
+
+
+def test_the_order_in_which_roles_are_declared_does_not_matter(tmp_path: Path) -> None:
+    for cls, is_doubted in ((OrdersRoles, False), (LacksRole, True)):
+        profile = target_profile(Target(f"{__name__}:{cls.__name__}", {}), tmp_path / cls.__name__)
+        assert profile.caps["transfer"] and ("roles" in profile.doubts) is is_doubted
 
 
 def test_what_a_router_has_to_do_is_found_out(tmp_path: Path) -> None:
