@@ -29,7 +29,7 @@ from kvconform.words import listed, many
 
 LISTED = 4
 """Number of runs that a whole section lists by name."""
-LEAST, MOST = 10, 24
+LEAST, MOST = 8, 24
 """Least and greatest number of lines for an excerpt without -v: it gets what the rest leaves."""
 FEW = 2
 """Number of runs that a folded section lists by name."""
