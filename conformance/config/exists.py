@@ -84,10 +84,12 @@ def check_connector_exists(
 ) -> None:
     """Raise UsageError if vLLM registers no such connector, or there is no such module or class.
 
+    Its name is checked first, as `check_connector_name` does.
     So it is if the module imports a package that is missing, unless `stand_ins` may take its place.
     Imports nothing: sources are searched for the name. What cannot be known without an import is
     left to the workers.
     """
+    check_connector_name(connector, pythonpath)
     if ":" in connector:
         sources = _check_class(connector, pythonpath)
         if not stand_ins:

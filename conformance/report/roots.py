@@ -17,6 +17,7 @@ from enum import IntEnum
 
 from kvconform.judge.records import FAILED_LOAD, Row, Verdict
 from kvconform.judge.strays import LOADING
+from kvconform.judge.verdict import RAISES
 from kvconform.report.causes import CONFIRMED, by_cause
 from kvconform.report.stage import Stage, stage
 
@@ -24,8 +25,6 @@ UNANNOUNCED = "events.complete"
 PICKLABLE, BLOCK_STATE = "meta.picklable", "meta.block-state-dropped"
 CLAIMS = ("lookup.identity", "lookup.truth")
 """Requirements on lookups: what is claimed wrongly was not announced for this request either."""
-RAISES = "hook.no-raise"
-"""The requirement on hooks that raise."""
 FORMAL = ("meta.picklable", "hook.arguments-untouched")
 """Requirements on objects that are passed on: no wrong KV comes of them.
 

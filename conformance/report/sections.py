@@ -58,11 +58,12 @@ def print_failures(
     if not found:
         return
     sections = [root for root in found if verbose or root.counts or root.row.kind == "guarantee"]
+    named = None if verbose else NAMED
     console.print()
     with console.capture() as first:
-        _overview(console, 1, found[0], place=found[0] not in sections, most=_named(verbose))
+        _overview(console, 1, found[0], place=found[0] not in sections, most=named)
     for number, root in enumerate(found, 1):
-        _overview(console, number, root, place=root not in sections, most=_named(verbose))
+        _overview(console, number, root, place=root not in sections, most=named)
     for number, root in enumerate(sections, 1):
         if number > 1 and not verbose:
             _folded(console, collector, root, number, brief=number > EXPLAINED)
@@ -73,10 +74,6 @@ def print_failures(
         _whole(console, collector, root.group, number)
         for group in root.consequences:
             _whole(console, collector, group, None, root.row.requirement)
-
-
-def _named(verbose: bool) -> int | None:
-    return None if verbose else NAMED
 
 
 def _overview(console: Console, number: int, root: Root, *, place: bool, most: int | None) -> None:
@@ -117,7 +114,7 @@ def _title(console: Console, row: Row, number: int | None, of: str | None) -> No
 def _fitted(console: Console, collector: Collector, root: Root, room: int) -> None:
     """Print the section of the first root cause in `room` lines, if that is possible.
 
-    What is told of consequences is shortened if the excerpt would get less than WISHED lines.
+    If the excerpt would get fewer than WISHED lines, each consequence is cut to one line.
     """
     left = 0
     for brief in (False, True):

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from kvconform.config.exists import check_connector_exists, check_connector_name
+from kvconform.config.exists import check_connector_exists
 from kvconform.config.selection import narrows
 from kvconform.config.settings import Settings
 from kvconform.errors import KvconformError, UsageError
@@ -60,7 +60,6 @@ def with_server(
 def once(settings: Settings, note: Callable[[str], None]) -> int:
     """Judge once through the warm server, and return the exit code of the run."""
     check(settings)
-    check_connector_name(settings.connector, settings.pythonpath)
     check_connector_exists(
         settings.connector, settings.pythonpath, stand_ins=bool(settings.adapters)
     )
