@@ -27,8 +27,11 @@ HARMLESS = sys.stdlib_module_names | {"numpy", "torch", "vllm"}
 def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None:
     """Raise UsageError if a connector's name is malformed or its top-level package is missing.
 
-    Imports nothing.
+    Raised as well for what does not exist of `pythonpath`. Imports nothing.
     """
+    absent = [place for place in pythonpath if not Path(place).exists()]
+    if absent:
+        raise UsageError(f"there is no directory {absent[0]}, which pythonpath names")
     if not _CONNECTOR.fullmatch(connector):
         module, _, name = connector.rpartition(".")
         looks_like_a_class = name[:1].isupper()
@@ -62,12 +65,6 @@ def _check_package(symbol: str, pythonpath: Sequence[str]) -> None:
     package = symbol.partition(":")[0].partition(".")[0]
     if _is_found(package, pythonpath):
         return
-    absent = [folder for folder in pythonpath if not Path(folder).is_dir()]
-    if absent:
-        raise UsageError(
-            f"there is no directory {absent[0]} (--pythonpath), "
-            f"and no package {package!r} anywhere else on this Python's path"
-        )
     if pythonpath:
         raise UsageError(
             f"there is no package {package!r} in {', '.join(pythonpath)} (--pythonpath), "
@@ -257,7 +254,8 @@ def _check_imports(connector: str, sources: Sequence[Path], pythonpath: Sequence
                     module = connector.partition(":")[0]
                     raise UsageError(
                         f"Module {module} of connector {connector} cannot be imported: "
-                        f"ModuleNotFoundError: No module named {package!r}."
+                        f"ModuleNotFoundError: No module named {package!r} "
+                        f"({source.name}:{node.lineno})."
                     )
                 if package not in HARMLESS:
                     return

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kvconform.adapters import registry as adapters
 from kvconform.config import catalogue as named
+from kvconform.contract.capabilities import complete
 from kvconform.contract.case import SLOW, Device
 from kvconform.contract.profile import Expected
 from kvconform.errors import UsageError, did_you_mean
@@ -335,7 +336,11 @@ def _validate(raw: dict[str, Any], place: str) -> Settings:
     if isinstance(data.get("expected_failures"), list):
         data["expected_failures"] = [_dates_as_text(entry) for entry in data["expected_failures"]]
     try:
-        return Settings.model_validate(data)
+        settings = Settings.model_validate(data)
+        complete(settings.capabilities)
+        return settings
+    except UsageError as error:
+        raise UsageError(f"{place}: {error.message}") from None
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in problem["loc"])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconform.contract.case import Device
-from kvconform.errors import UsageError, did_you_mean
+from kvconform.errors import UsageError, did_you_mean, place_of
 
 
 @dataclass
@@ -72,14 +72,14 @@ class Target:
                 return KVConnectorFactory._registry[self.name]()
             except (Exception, SystemExit) as error:  # a registered connector may import anything
                 raise UsageError(
-                    f"Connector {self.name} cannot be imported: {_one_line(error)}."
+                    f"Connector {self.name} cannot be imported: {_one_line(error)}{_at(error)}."
                 ) from error
         try:
             module = importlib.import_module(self.module)
         except (Exception, SystemExit) as error:  # the user's module may raise anything
             raise UsageError(
                 f"Module {self.module} of connector {self.connector} cannot be imported: "
-                f"{_one_line(error)}."
+                f"{_one_line(error)}{_at(error)}."
             ) from error
         cls = getattr(module, self.name, None)
         if cls is None:
@@ -136,6 +136,15 @@ def _one_line(error: BaseException) -> str:
         return f"it ends the process while it is imported (sys.exit({error.code!r}))"
     text = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
     return text[:300]
+
+
+def _at(error: BaseException) -> str:
+    """Return ` (file:line)` of the connector's line that raised while it was imported, or "".
+
+    The text of a SyntaxError has its own.
+    """
+    place = None if isinstance(error, SyntaxError) else place_of(error)
+    return f" ({place.file}:{place.line})" if place else ""
 
 
 SIBLINGS = {

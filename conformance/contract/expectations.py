@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from kvconform.contract.expression import ExprError, Expression, compile_expr
 from kvconform.contract.requirement import Check, Model, Version, in_force
+from kvconform.errors import did_you_mean
 
 Name = Annotated[
     str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="a request's name within the case")
@@ -350,6 +351,16 @@ def _what(value: Any) -> str | None:
     return keys[0] if len(keys) == 1 else None
 
 
+def _exists(value: Any) -> Any:
+    """Return a value. ValueError if it is no expectation, with one that is close to it."""
+    what = _what(value)
+    if isinstance(what, str) and what not in EXPECTATIONS:
+        known = f"; the expectations are {', '.join(EXPECTATIONS)}"
+        close = did_you_mean(what, EXPECTATIONS, 1) or known
+        raise ValueError(f"there is no expectation {what!r}{close}")
+    return value
+
+
 def _guard_outside(value: Any) -> Any:
     """Move guards out of the body: `external: {req: a, when: ...}`."""
     if isinstance(value, dict) and len(value) == 1:
@@ -373,5 +384,6 @@ else:
             custom_error_message="an expectation is a map with one key (and an optional `when`), "
             "one of: " + ", ".join(EXPECTATIONS),
         ),
+        BeforeValidator(_exists),
         BeforeValidator(_guard_outside),
     ]

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag, mo
 
 from kvconform.contract.expectations import Expectation
 from kvconform.contract.requirement import Model
+from kvconform.errors import did_you_mean
 
 Req = Annotated[
     str, Field(pattern=r"^[a-z][a-z0-9_]*$", description="a request's name within the case")
@@ -695,6 +696,15 @@ def _op(value: Any) -> str | None:
     return next(iter(value)) if isinstance(value, dict) and len(value) == 1 else None
 
 
+def _exists(value: Any) -> Any:
+    """Return a value. ValueError if its key is that of no step, with a step that is close to it."""
+    op = _op(value)
+    if isinstance(op, str) and op not in STEPS:
+        known = f"; the steps are {', '.join(STEPS)}"
+        raise ValueError(f"there is no step {op!r}{did_you_mean(op, STEPS, 1) or known}")
+    return value
+
+
 if TYPE_CHECKING:
     Step = BaseStep
 else:
@@ -705,6 +715,7 @@ else:
             custom_error_type="unknown_step",
             custom_error_message="a step is a map with one key, one of: " + ", ".join(STEPS),
         ),
+        BeforeValidator(_exists),
     ]
 
 

@@ -65,7 +65,10 @@ class Seen:
         request = call.arg(0, "request")
         self._looked_up_tokens += request.num_tokens
         answered = isinstance(call.result, tuple) and call.result[0] is not None
-        if call.legal and answered and not request.skip_reading_prefix_cache:
+        if request.skip_reading_prefix_cache:
+            # Nor does what an aborted request with this id has asked for count.
+            self._asked.pop(request.request_id, None)
+        elif call.legal and answered:
             local = call.arg(1, "num_computed_tokens")
             is_resumed = request.num_preemptions > 0
             self._asked[request.request_id] = (request.num_tokens, local, is_resumed)

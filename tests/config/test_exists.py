@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvconform.config.exists import check_connector_exists
+from kvconform.config.target import Target
 from kvconform.errors import UsageError
 
 SOURCE = """
@@ -99,22 +100,32 @@ MISSING = "import no_such_package_1"
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "line"),
     [
-        f"{MISSING}\n{CLASS}",
-        f'"""About it."""\nimport os, vllm.config\nfrom no_such_package_1.x import y\n{CLASS}',
-        f"if TYPE_CHECKING:\n    import no_such_package_2\n{MISSING}\n{CLASS}",
+        (f"{MISSING}\n{CLASS}", 1),
+        (f'"""About it."""\nimport os, vllm.config\nfrom no_such_package_1.x import y\n{CLASS}', 3),
+        (
+            "from typing import TYPE_CHECKING\n"
+            f"if TYPE_CHECKING:\n    import no_such_package_2\n{MISSING}\n{CLASS}",
+            4,
+        ),
     ],
 )
-def test_a_missing_package_is_named_as_its_import_would(tmp_path: Path, source: str) -> None:
+def test_a_missing_package_is_named_as_its_import_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, line: int
+) -> None:
     pytest.importorskip("vllm")
     (tmp_path / "needy.py").write_text(source, encoding="utf-8")
     with pytest.raises(UsageError) as refused:
         check_connector_exists("needy:C", [str(tmp_path)])
     assert str(refused.value) == (
         "Module needy of connector needy:C cannot be imported: "
-        "ModuleNotFoundError: No module named 'no_such_package_1'."
+        f"ModuleNotFoundError: No module named 'no_such_package_1' (needy.py:{line})."
     )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError) as raised:
+        Target("needy:C").resolve()
+    assert str(raised.value) == str(refused.value)
     check_connector_exists("needy:C", [str(tmp_path)], stand_ins=True)
 
 

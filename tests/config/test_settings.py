@@ -200,7 +200,7 @@ class TestEnvironment:
         check_connector_name("only_here:C", [str(tmp_path)])
         for folder, sentence in (
             ("", f"in {tmp_path} (--pythonpath)"),
-            ("misspelt", f"no directory {tmp_path / 'misspelt'} (--pythonpath)"),
+            ("misspelt", f"no directory {tmp_path / 'misspelt'}, which pythonpath names"),
         ):
             with pytest.raises(UsageError) as error:
                 check_connector_name("nor_here:C", [str(tmp_path / folder)])

@@ -194,10 +194,12 @@ def test_broken_requirements_are_placed(
         (
             ("run: {}", "runn: {}"),
             (
-                "spec/cases/lifecycle/lifecycle.one.yaml:6: step 2: a step is a map with one "
-                "key, one of: add, on, step, run"
+                "spec/cases/lifecycle/lifecycle.one.yaml:6: step 2: there is no step 'runn'; "
+                "did you mean run?"
             ),
         ),
+        (("run: {}", "quux: {}"), "there is no step 'quux'; the steps are add, on, step, run,"),
+        (("run: {}", "{run: {}, step: 1}"), "a step is a map with one key, one of: add, on, step"),
         (
             ("prompt: 13", "prompt: nine"),
             "lifecycle.one.yaml:5: step 1 (add): prompt must be a whole number",
@@ -251,7 +253,8 @@ def test_broken_requirements_are_placed(
             ),
             "spec/cases/lifecycle/lifecycle.one.yaml:8: step 2: `abort` names",
         ),
-        (("run: {}", "expect: {stat: 1}"), "an expectation is a map with one key"),
+        (("run: {}", "expect: {stat: 1}"), "there is no expectation 'stat'; did you mean state?"),
+        (("run: {}", "expect: {}"), "an expectation is a map with one key"),
         (
             ("run: {}", "expect: {rows: {req: a, fields: [computed, scheduled], values: [[1]]}}"),
             "every row of values needs 2 numbers",

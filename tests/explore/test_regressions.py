@@ -195,3 +195,29 @@ def test_who_waits_behind_a_starved_request_has_an_answer_to_come(tmp_path: Path
     found = outcome(workload, target, SPEC, tmp_path / "run", strict=True)
     assert found.error is None and found.failures == []
     assert "engine.retry-admitted" in found.broken_guarantees
+
+
+def test_a_lookup_of_an_aborted_request_is_no_miss_of_the_next_with_its_id(tmp_path: Path) -> None:
+    """`stats.true` was wrongly reported.
+
+    The first request was looked up and never admitted; the second one, which took its id, skips the
+    lookup, so that it misses nothing.
+    """
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 17, "max_tokens": 2}},
+        {"step": 1},
+        {"abort": "a"},
+        {
+            "add": {
+                "req": "b",
+                "prompt": {"same": "a"},
+                "max_tokens": 2,
+                "skip_reading_prefix_cache": True,
+                "id": "a",
+            }
+        },
+        {"run": {}},
+    ]
+    workload = mended(steps, policies=["deny-first-alloc"])
+    found = outcome(workload, target_of("metered"), SPEC, tmp_path / "run", strict=True)
+    assert found.error is None and found.failures == []
