@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvconform.config.exists import imported, located
 from kvconform.errors import did_you_mean
+
+BASE = ".kv_connector.v1.base"
+"""End of the name of the module with vLLM's base class."""
 
 
 def unmentioned(
@@ -22,7 +26,8 @@ def unmentioned(
 ) -> list[str]:
     """Return a warning per option that no source of a connector of one's own mentions.
 
-    Of connectors of vLLM and kvconform nothing is returned: they may hand their options on.
+    Of connectors of vLLM and kvconform nothing is returned, nor of one with classes that are
+    derived from those of another package, except vLLM's base: they may read the options, too.
     """
     top = connector.partition(":")[0].partition(".")[0]
     if not options or ":" not in connector or top in ("vllm", "kvconform"):
@@ -39,11 +44,37 @@ def unmentioned(
         if not left:
             return []
         trees.append(tree)
+    if any(_derives_from_others(tree, top) for tree in trees):
+        return []
     keys = _keys(trees)
     return [
         f"extra_config: no source of {top} mentions {option!r}{did_you_mean(option, keys, 1)}"
         for option in left
     ]
+
+
+def _derives_from_others(tree: ast.Module, own: str) -> bool:
+    """Return whether a source has a class whose base is imported from a package but `own`.
+
+    The standard library, torch, and the module of vLLM's base class do not count.
+    """
+    imports: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imports |= {alias.asname or alias.name: node.module for alias in node.names}
+        elif isinstance(node, ast.Import):
+            imports |= {
+                (alias.asname or alias.name).partition(".")[0]: alias.name for alias in node.names
+            }
+    bases = (
+        base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases
+    )
+    modules = {imports.get(ast.unparse(base).partition(".")[0], own) for base in bases}
+    return any(
+        module.partition(".")[0] not in {own, "torch", *sys.stdlib_module_names}
+        and not module.endswith(BASE)
+        for module in modules
+    )
 
 
 def _mentions(text: str, option: str) -> bool:

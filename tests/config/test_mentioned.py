@@ -9,6 +9,7 @@ import pytest
 
 from kvconform.config.mentioned import unmentioned
 
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 SINGLE = 'import beside\nclass C:\n    def f(self): return self.extra.get("store", ""), _["size"]\n'
 
 
@@ -20,6 +21,9 @@ def folder(tmp_path: Path) -> str:
         "single.py": SINGLE,
         "beside.py": "class Options:\n    timeout: float = 1\n",
         "unrelated.py": "stroe = 1",
+        "derived.py": "from elsewhere.base import Base\nclass C(Base): ...",
+        "based.py": f"import abc\nfrom {BASE} import KVConnectorBase_V1 as B\n"
+        "class C(B, abc.ABC): ...\nclass D(Own): ...",
         "mypkg/__init__.py": "",
         "mypkg/conn.py": "class C: ...",
         "mypkg/options.py": 'path = given["path"]',
@@ -36,6 +40,7 @@ def folder(tmp_path: Path) -> str:
         ("single:C", "sto", "no source of single mentions 'sto'; did you mean store?"),
         ("single:C", "zzzz", "no source of single mentions 'zzzz'"),
         ("mypkg.conn:C", "store", "no source of mypkg mentions 'store'"),
+        ("based:C", "store", "no source of based mentions 'store'"),
     ],
 )
 def test_a_misspelt_option(folder: str, connector: str, option: str, said: str) -> None:
@@ -49,6 +54,7 @@ def test_a_misspelt_option(folder: str, connector: str, option: str, said: str) 
         ("single:C", "timeout"),  # of a module that it imports
         ("mypkg.conn:C", "path"),
         ("mypkg.conn:C", "mypkg.path"),  # of options with a prefix
+        ("derived:C", "store"),  # which its base may read
         ("absent:C", "x"),
         ("vllm.x:C", "x"),
         ("ExampleConnector", "x"),

@@ -65,7 +65,7 @@ class WantsMore(ReferenceConnector):
         (
             "exits_on_import:C",
             "Module exits_on_import of connector exits_on_import:C cannot be imported:"
-            " it ends the process while it is imported (sys.exit(0)).",
+            " it ends the process while it is imported (sys.exit(0)) (exits_on_import.py:11).",
         ),
         ("no_connector:Plain", "no_connector:Plain is not a KV connector"),
         ("no_connector:Nope", "Module no_connector has no attribute 'Nope'"),
