@@ -27,6 +27,7 @@ _CAME_UP: dict[str, Callable[[Event], bool]] = {
         and bool(e["unallocated"] or e["other_request"] or e["over_computed"])
     ),
     "write to block 0": lambda e: e["kind"] == "kv.changed" and bool(e["null_block"]),
+    "local hit": lambda e: e["kind"] == "lookup" and e["local"] > 0,
     "kernel blocks": lambda e: e["kind"] == "kv.registered" and e["kernel_blocks"] > 1,
 }
 """How each circumstance shows in a trace."""
@@ -40,6 +41,7 @@ WORDS = {
     "write over a hit": ("over the local hit",),
     "write to a lost block": ("request go on",),
     "write to block 0": ("null block",),
+    "local hit": ("adds to the local hit",),
     "kernel blocks": ("kernel block",),
 }
 """Beginnings of words by which a usual cause (`wrong` of a requirement) names a circumstance."""

@@ -847,6 +847,16 @@ def _unheard(e: Event) -> str:
     return UNHEARD if hit and not max(e["ever_computed"], e["ever_plain"]) else ""
 
 
+def adds_to_itself(e: Event) -> bool:
+    """Return whether a wrong answer to a lookup would be right if nothing were added to it.
+
+    It is no longer than what was stored for the request then, while vLLM adds its own hit to it.
+    """
+    tokens = e["tokens"]
+    hit = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens > 0
+    return hit and e["local"] > 0 and tokens <= e["ever_computed"] and tokens < e["known"]
+
+
 def _answer(e: Event) -> str:
     """Return the kind of answer to a lookup."""
     tokens = e["tokens"]

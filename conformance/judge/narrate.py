@@ -9,7 +9,7 @@ from kvconform.contract.requirement import Requirement
 from kvconform.contract.trace import Event
 from kvconform.judge.backtrace import claimed, excerpt, tell
 from kvconform.judge.circumstances import absent
-from kvconform.judge.describe import cause, describe, headline, hook_of, place
+from kvconform.judge.describe import adds_to_itself, cause, describe, headline, hook_of, place
 from kvconform.judge.identity import CLAIMED, another, apart, differing
 from kvconform.judge.leases import lease_of
 from kvconform.judge.ranks import reports_of
@@ -39,6 +39,7 @@ def narrate(
         row.place = place(event)
         row.hook = hook_of(event)
         row.absent = absent(trace, event)
+        row.adds_to_itself = event["kind"] == "lookup" and adds_to_itself(event)
         parts: list[str | None] = []
         if relate is None or event["kind"] == relate.event:
             sentence = describe(event)

@@ -123,6 +123,13 @@ class Row:
         tuple[str, int] | None,
         Field(description="the same as `outdated`, where that table only may explain it"),
     ] = None
+    adds_to_itself: Annotated[
+        bool,
+        Field(
+            description="whether the answer to a lookup would be right if vLLM did not add it to"
+            " its own hit"
+        ),
+    ] = False
     absent: Annotated[
         tuple[str, ...],
         Field(description="situations that had not come up before the failure"),

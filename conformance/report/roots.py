@@ -5,7 +5,8 @@ A failure is a consequence if others, of earlier stages, failed in each of its r
 tables tell goes before the order of stages: saves and loads that went wrong by outdated tables are
 one mistake, and those that fail in most runs say most about it. So is a load of which one failure
 tells where the bytes were, and another one only that they are not there. So is a load that wrote
-elsewhere and, in the same step, left out what it was to bring.
+elsewhere and, in the same step, left out what it was to bring. So are wrong hits that would all be
+right if vLLM did not add them to its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ UNANNOUNCED = "events.complete"
 PICKLABLE, BLOCK_STATE = "meta.picklable", "meta.block-state-dropped"
 CLAIMS = ("lookup.identity", "lookup.truth")
 """Requirements on lookups: what is claimed wrongly was not announced for this request either."""
+BEYOND = "lookup.beyond-local"
+HITS = (BEYOND, "lookup.last-token", *CLAIMS)
+"""Requirements on how much a lookup claims."""
 FORMAL = ("meta.picklable", "hook.arguments-untouched")
 """Requirements on objects that are passed on: no wrong KV comes of them.
 
@@ -91,9 +95,14 @@ class Root:
         return int(math.log(runs, MORE) + 1e-9)
 
     @property
+    def failed(self) -> list[str]:
+        """The requirements that fail because of this, the root cause's own among them at times."""
+        return list(dict.fromkeys(group[0].requirement for group in self.consequences))
+
+    @property
     def number(self) -> int:
-        """How many requirements fail or were not judged because of this."""
-        return len({group[0].requirement for group in self.consequences} | set(self.blocked))
+        """How many other requirements fail or were not judged because of this."""
+        return len({*self.failed, *self.blocked} - {self.row.requirement})
 
 
 def roots(rows: Sequence[Row]) -> list[Root]:
@@ -206,9 +215,12 @@ def _leader(
     That is the first of `outdated`, the groups that outdated tables explain, for what these
     explain, too; or a load of which `group` does not tell what went wrong, or saves of what was not
     there, or lookups that find what was stored, and announced, for others, or metadata that does
-    not pickle because of the block state in it, or a load that wrote elsewhere what it left out.
+    not pickle because of the block state in it, or a load that wrote elsewhere what it left out, or
+    hits that are too long because vLLM adds them to its own, or other saves that came too late.
     """
     first = group[0]
+    if first.requirement in HITS and (added := _added_to_its_own(groups)):
+        return None if added[0] is group else added[0]
     if first.requirement == UNANNOUNCED:
         return _wrong_claims(group, groups)
     if first.requirement == PICKLABLE:
@@ -220,6 +232,8 @@ def _leader(
         return astray
     if outdated and _is_by_table(group, outdated) and _may_hide(outdated[0][0], first):
         return None if outdated[0] is group else outdated[0]
+    if first.requirement == OWNED and (late := _late(group, groups, outdated)) is not None:
+        return late
     for other in groups:
         tells = stage(other[0]) is Stage.LOAD and other[0].side is not None
         if other is group or not tells or not _may_hide(other[0], first):
@@ -227,6 +241,34 @@ def _leader(
         if stage(first) is Stage.LOAD and first.side is None and _all_in(group, other, _of_load):
             return other
     return None
+
+
+def _added_to_its_own(groups: Sequence[list[Row]]) -> list[list[Row]]:
+    """Return the groups of hits if all are too long because vLLM adds them to its own; else none.
+
+    The first says it best. Hits that are too long for another reason may look alike where vLLM has
+    a hit of its own; but then others are too long where it has none.
+    """
+    hits = [group for group in groups if group[0].requirement in HITS]
+    if not all(row.adds_to_itself for group in hits for row in group):
+        return []
+    return sorted(hits, key=lambda group: (group[0].requirement != BEYOND, -len(group)))
+
+
+def _late(
+    group: Sequence[Row], groups: Sequence[list[Row]], outdated: Sequence[list[Row]]
+) -> list[Row] | None:
+    """Return other saves that read blocks too late, if they are those of most runs.
+
+    Whether such a save finds what is there afterwards, or wiped memory, is up to the engine.
+    """
+    late = [
+        one
+        for one in groups
+        if one[0].requirement == OWNED and not any(one is other for other in outdated)
+    ]
+    most = max(late, key=len, default=None)
+    return None if most is group or most is None or not _may_hide(most[0], group[0]) else most
 
 
 def _early_or_late(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:

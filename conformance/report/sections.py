@@ -42,6 +42,8 @@ CONSEQUENCES = 4
 """Number of consequences of a root cause that are described."""
 NAMED = 8
 """Number of consequences of a root cause that are named, unless -v is given."""
+ADVICE = 3
+"""Number of recommendations and risks that are named next to failures, unless -v is given."""
 WISHED = 16
 """Number of lines of an excerpt for which the sentences about consequences are shortened."""
 
@@ -52,7 +54,8 @@ def print_failures(
     """Print a line per root cause, the whole section of the first one, and what others differ in.
 
     With `verbose`, all sections are whole. A consequence names its root cause. What is only a risk
-    or a recommendation has no section otherwise. Without `verbose`, the first root cause takes at
+    or a recommendation has no section otherwise, and next to failures only the first few of these
+    have a line. Without `verbose`, the first root cause takes at
     most `room` lines if its excerpt can be shortened so far.
     """
     if not found:
@@ -62,8 +65,15 @@ def print_failures(
     console.print()
     with console.capture() as first:
         _overview(console, 1, found[0], place=found[0] not in sections, most=named)
-    for number, root in enumerate(found, 1):
+    shown = list(found)
+    others = [root for root in found if root not in sections]
+    if sections and len(others) > ADVICE + 1:
+        shown = [root for root in found if root not in others[ADVICE:]]
+    for number, root in enumerate(shown, 1):
         _overview(console, number, root, place=root not in sections, most=named)
+    if len(found) > len(shown):
+        text = f"and {len(found) - len(shown)} more recommendations or risks (-v)"
+        console.print(Text(text, style="bold"), soft_wrap=True)
     for number, root in enumerate(sections, 1):
         if number > 1 and not verbose:
             _folded(console, collector, root, number, brief=number > EXPLAINED)
@@ -84,7 +94,7 @@ def _overview(console: Console, number: int, root: Root, *, place: bool, most: i
     first = root.row
     text = f"{first.requirement}: {headline(first)}."
     if number_of := root.number:
-        failed = list(dict.fromkeys(group[0].requirement for group in root.consequences))
+        failed = [name for name in root.failed if name != first.requirement]
         names = [*failed, *(f"{name} (blocked)" for name in root.blocked)]
         if most is not None and len(names) > most + 1:
             names = [*names[:most], f"and {len(names) - most} more"]
@@ -218,7 +228,7 @@ def _consequences(console: Console, root: Root, *, brief: bool = False) -> None:
             continue
         names.add(first.requirement)
         if len(names) > CONSEQUENCES:
-            paragraph(console, "", f"and {len(root.consequences) - CONSEQUENCES} more (-v)")
+            paragraph(console, "", f"and {len(root.failed) - CONSEQUENCES} more (-v)")
             return
         label = "follows" if len(names) == 1 else ""
         text = f"{first.requirement}: {headline(first)}"

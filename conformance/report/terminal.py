@@ -185,8 +185,11 @@ def report(
     reports = collector.ordered_reports()
     verbose = collector.settings.verbose
     _traces(console, reports)
-    _capabilities(console, collector, verbose=verbose)
     failures = roots(rows)
+    if verbose:
+        _capabilities(console, collector)
+    if verbose or not found.failed:
+        _doubts(console, collector)
     if verbose:
         print_tables(console, collector, rows, found)
     elif not any(root.counts or root.row.kind == "guarantee" for root in failures):
@@ -195,6 +198,8 @@ def report(
     def print_the_rest() -> None:
         _errors(console, rows, reports, collector.settings.debug)
         _unmet(console, reports, found, brief=bool(found.failed) and not verbose)
+        if found.failed and not verbose:  # of which it may be a consequence
+            _doubts(console, collector, before="\n")
         _answer(console, rows, found, where, seconds, part=_part(collector), verbose=verbose)
 
     with console.capture() as rest:
@@ -213,8 +218,8 @@ def _traces(console: Console, reports: Iterable[CaseReport]) -> None:
                 console.print(Text(line), soft_wrap=True)
 
 
-def _capabilities(console: Console, collector: Collector, *, verbose: bool) -> None:
-    """Print what is doubtful about the capabilities; if `verbose`, all of them."""
+def _capabilities(console: Console, collector: Collector) -> None:
+    """Print all capabilities that were declared or found."""
     if not collector.capabilities:
         return
     parts = []
@@ -222,13 +227,21 @@ def _capabilities(console: Console, collector: Collector, *, verbose: bool) -> N
         source = collector.sources.get(name, "default")
         if source != "default":
             parts.append(f"{name}={_plain(value)} ({source})")
-    if verbose:
-        text = ", ".join(parts) or "none declared, none found"
-        paragraph(console, "\ncapabilities", text, indent=14)
-    for sentence in mismatches(collector.sources, collector.doubts):
-        paragraph(console, "mismatch", sentence)
-    for sentence in unasked(collector.capabilities, collector.sources, collector.doubts):
-        paragraph(console, "not judged", sentence)
+    text = ", ".join(parts) or "none declared, none found"
+    paragraph(console, "\ncapabilities", text, indent=14)
+
+
+def _doubts(console: Console, collector: Collector, *, before: str = "") -> None:
+    """Print what is doubtful about the capabilities, after the text `before`."""
+    if not collector.capabilities:
+        return
+    sentences = [("mismatch", each) for each in mismatches(collector.sources, collector.doubts)]
+    sentences += [
+        ("not judged", each)
+        for each in unasked(collector.capabilities, collector.sources, collector.doubts)
+    ]
+    for number, (title, sentence) in enumerate(sentences):
+        paragraph(console, title if number else f"{before}{title}", sentence)
 
 
 def _plain(value: Any) -> str:

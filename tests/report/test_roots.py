@@ -95,6 +95,30 @@ def test_saves_that_came_too_late_are_one_mistake() -> None:
     assert len(roots([early, owned])) == 2, "the other one is not known to be late"
 
 
+def test_wiped_memory_is_what_a_late_save_finds_as_well() -> None:
+    late = [told("save.owned", case, "save", None) for case in ("c", "d")]
+    wiped = row("save.owned", "e", cause="poison")
+    assert shape(roots([wiped, *late])) == [("save.owned", ["save.owned"], [])]
+    assert roots([wiped, *late])[0].group == late and roots([wiped, *late])[0].number == 0
+    for each in late:
+        each.outdated = ("a", 5)
+    assert len(roots([wiped, *late])) == 2, "those are by an outdated table"
+
+
+def test_hits_that_are_right_without_what_is_added_to_them_are_one_mistake() -> None:
+    names = ("lookup.truth", "lookup.identity", "lookup.last-token")
+    rows = [row(name, case) for name in names for case in ("c", "d")]
+    rows += [row("lookup.truth", "e"), row("lookup.beyond-local", "e")]
+    for each in rows:
+        each.adds_to_itself = True
+    [root] = roots(rows)
+    assert root.row.requirement == "lookup.beyond-local" and root.number == 3
+    [root] = roots(rows[:-1])
+    assert root.row.requirement == "lookup.truth", "that of most runs, with none beyond the request"
+    rows[0].adds_to_itself = False
+    assert len(roots(rows)) > 1, "one of them is wrong without it as well"
+
+
 def test_a_save_of_what_a_load_left_out_follows_that_load() -> None:
     save = row("save.confirmed", "c", event=3)
     save.cause += (FAILED_LOAD,)

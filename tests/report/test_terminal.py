@@ -17,6 +17,7 @@ from kvconform.judge.records import MUST, CaseReport, Row, Verdict
 from kvconform.judge.verdict import rows_for
 from kvconform.report import sections, terminal
 from kvconform.report.collector import Collector
+from kvconform.report.roots import roots
 
 SPEC = load_spec()
 LINE = "   3  plan        save a [0, 8) after_forward with a long text that has to be wrapped here"
@@ -316,6 +317,34 @@ def test_advice_alone_is_one_line_below_the_areas() -> None:
     area = SPEC.requirements["save.as-plain"].area
     assert any(line.startswith(f"{area} ") and "1 recommendation" in line for line in lines)
     assert not any(" fail" in line for line in lines if line.startswith(f"{area} "))
+
+
+def test_next_to_failures_only_the_first_recommendations_are_named() -> None:
+    found = collector()
+    names = [name for name in found.selection.judged if SPEC.requirements[name].level == "SHOULD"]
+    judged(found, SAVE, *(failure(name) for name in names))
+    rows, _ = found.finish(date(2026, 1, 1), complete=True)
+    rest = sum(not root.counts for root in roots(rows)) - sections.ADVICE
+    lines = printed(found)
+    assert rest > 9 and f"and {rest} more recommendations or risks (-v)" in lines
+    assert sum(line.startswith("   where: ") for line in lines) == sections.ADVICE
+    found.settings.verbose = True
+    assert not any("more recommendations" in line for line in printed(found))
+
+
+def test_doubts_about_capabilities_come_after_the_failures_that_may_cause_them() -> None:
+    found = collector()
+    found.capabilities, found.sources = {"best_effort": True}, {"best_effort": "observed"}
+    found.doubts = {"best_effort": "from a run that broke off"}
+    judged(found)
+    lines = printed(found)
+    doubt = next(n for n, line in enumerate(lines) if "a run that broke off" in line)
+    assert doubt < next(n for n, line in enumerate(lines) if line.startswith("load "))
+    judged(found, SAVE)
+    lines = printed(found)
+    doubt = next(n for n, line in enumerate(lines) if "a run that broke off" in line)
+    assert doubt > next(n for n, line in enumerate(lines) if line.startswith("── 1. save.owned"))
+    assert lines[doubt - 1] == ""
 
 
 def test_what_only_profile_full_runs_is_one_line_of_the_header() -> None:
