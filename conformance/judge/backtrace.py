@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from kvconform.contract.events import NO_OWNER, is_restart
 from kvconform.contract.trace import Event
 from kvconform.judge.describe import namesake, spans
+from kvconform.judge.identity import namesake_of
 from kvconform.judge.strays import loader
 
 Side = Literal["load", "save"]
@@ -660,10 +661,8 @@ def claimed(trace: Iterable[Event], event: Event) -> tuple[str, str] | None:
         return event["of"], f"the KV is that of request {event['of']}, which forbids to store it"
     if event["kind"] != "lookup":
         return None
-    for e in trace:
-        if e["kind"] == "lookup.namesake" and e["seq"] == event["seq"] + 1:
-            return e["of"], f"request {namesake(e)}"
-    return None
+    named = namesake_of(trace, event)
+    return None if named is None else (named["of"], f"request {namesake(named)}")
 
 
 def _of_claimed(trace: list[Event], event: Event) -> list[Event]:

@@ -7,7 +7,7 @@ event `request.identity`, or what `Add.identity` returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvconform.contract.events import is_restart
@@ -108,9 +108,8 @@ def differing(trace: Sequence[Event], event: Event) -> list[dict[str, str]]:
     the other request is not known.
     """
     if event["kind"] == "lookup":
-        after = next((e for e in trace if e["seq"] == event["seq"] + 1), None)
-        is_named = after is not None and after["kind"] == "lookup.namesake"
-        return list(after["differs"]) if after is not None and is_named else []
+        named = namesake_of(trace, event)
+        return list(named["differs"]) if named is not None else []
     if event["kind"] != "kv.wrong" or event["found"] != "other_identity":
         return []
     other = event["origin_req"]
@@ -125,6 +124,14 @@ def differing(trace: Sequence[Event], event: Event) -> list[dict[str, str]]:
     theirs = next((life for life in reversed(lives) if life != mine), (other, 0))
     found = differences(_known(trace, *mine), _known(trace, *theirs))
     return found if restarted(trace) or found[0]["what"] != MODEL else []
+
+
+def namesake_of(trace: Iterable[Event], lookup: Event) -> Event | None:
+    """Return the event that names the request whose KV a lookup claims; None if there is none."""
+    told = ("lookup", "lookup.namesake")
+    after = (e for e in trace if e["seq"] > lookup["seq"] and e["kind"] in told)
+    found = next(after, None)
+    return found if found is not None and found["kind"] == "lookup.namesake" else None
 
 
 def restarted(trace: Sequence[Event]) -> bool:

@@ -115,8 +115,11 @@ RAISES = "hook.no-raise"
 """Requirement on hooks that raise."""
 CLAIMS = ("lookup.truth", "lookup.identity", "lookup.last-token")
 """Requirements on what a lookup claims: the engine believes it, and takes the request on by it."""
-UNTOUCHED = ("meta.output-untouched", "hook.arguments-untouched")
-"""Requirements that explain what the engine does with objects that the connector changed."""
+MISLEADING = ("meta.output-untouched", "hook.arguments-untouched", "load.errors-within-grant")
+"""Requirements that explain what the engine does from then on.
+
+It works with objects that the connector changed, or computes again what no load was to bring.
+"""
 
 
 def judge(
@@ -144,7 +147,8 @@ def judge(
     A violation detected after a crash of the engine is explained by the crash. A violation of a
     `consequence` requirement is also explained by any MUST that failed at the same event or
     earlier. A violation of a guarantee is also explained by an earlier change of the same engine's
-    objects, or by a wrong claim of a lookup of its request: the engine goes on with these. What
+    objects, by an earlier report of blocks as failed that no load was to fill, or by a wrong claim
+    of a lookup of its request: the engine goes on with these. What
     follows after the engine lost track of a request (kvconform.judge.engine_bugs) is UNSUPPORTED.
     SHOULD and MAY get the same verdicts, and so do requirements in a situation that no vLLM brings
     about (`beyond`), but these count (`gating`) only with `strict`. A guarantee never counts.
@@ -190,11 +194,11 @@ def _excuse(
     """Take back failures that were detected after the engine lost track of a request.
 
     An obligation that was open then may be one that the engine gave no more chance to meet. This
-    also concerns comparisons with such a run. Guarantees keep their verdicts. An engine whose
-    output the connector had changed before is no excuse. Changes the rows.
+    also concerns comparisons with such a run. Guarantees keep their verdicts. An engine that
+    the connector had misled before is no excuse. Changes the rows.
     """
     since = {name: found for name, run in runs.items() if (found := lost(run.trace)) is not None}
-    if "connector" in since and blame.changed_before(since["connector"][0]):
+    if "connector" in since and blame.misled_before(since["connector"][0]):
         del since["connector"]
     if not since:
         return
@@ -330,8 +334,8 @@ class _Blame:
         self.crash = crash
         self.failures: list[tuple[int, str]] = []
         self.detected: dict[str, int] = {}  # requirement -> when its first violation was detected
-        # engine -> when one of its objects was first changed, and the requirement that this fails
-        self.changed: dict[str | None, tuple[int, str]] = {}
+        # engine -> when it was first misled, and the requirement that this fails
+        self.misled: dict[str | None, tuple[int, str]] = {}
         # engine and request -> the first wrong claim of a lookup, and the requirement that it fails
         self.claims: dict[tuple[str | None, str | None], tuple[int, str]] = {}
 
@@ -353,11 +357,11 @@ class _Blame:
                 for violation in monitor.violations:
                     whose, claim = (violation.engine, violation.req), (violation.event, req.id)
                     self.claims[whose] = min(claim, self.claims.get(whose, claim))
-            if req.id in UNTOUCHED:
+            if req.id in MISLEADING:
                 for violation in monitor.violations:
-                    change = (violation.seq, req.id)
-                    self.changed[violation.engine] = min(
-                        change, self.changed.get(violation.engine, change)
+                    misled = (violation.seq, req.id)
+                    self.misled[violation.engine] = min(
+                        misled, self.misled.get(violation.engine, misled)
                     )
         self.detected[req.id] = first.seq
         row.step = first.step
@@ -381,7 +385,7 @@ class _Blame:
         """Return the requirement, or CRASH, that explains a violation, or None.
 
         An earlier failure explains a consequence, and what follows a crash; otherwise the crash
-        does. A guarantee is explained by an object that was changed before. How the complete vLLM
+        does. A guarantee is explained by what misled the engine before. How the complete vLLM
         ended is judged by itself: a user sees it, whatever led to it.
         """
         if req.event == "live.end":
@@ -395,14 +399,14 @@ class _Blame:
             ]
             if causes:
                 return min(causes)[1]
-        changed = self.changed.get(violation.engine)
-        if req.kind == "guarantee" and changed is not None and changed[0] < violation.seq:
-            return changed[1]
+        misled = self.misled.get(violation.engine)
+        if req.kind == "guarantee" and misled is not None and misled[0] < violation.seq:
+            return misled[1]
         return CRASH if after_crash else None
 
-    def changed_before(self, seq: int) -> bool:
-        """Return whether the connector had changed an engine's objects before this time."""
-        return any(changed < seq for changed, _ in self.changed.values())
+    def misled_before(self, seq: int) -> bool:
+        """Return whether the connector had misled an engine before this time."""
+        return any(misled < seq for misled, _ in self.misled.values())
 
     def before_crash(self) -> str:
         """Return the requirement, or CRASH, that explains why the run was cut short.

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from kvconform.judge.identity import CLAIMED
 from kvconform.judge.records import FAILED_LOAD, Row, Verdict
 from kvconform.judge.strays import LOADING
 from kvconform.judge.verdict import RAISES
@@ -24,11 +25,13 @@ from kvconform.report.stage import Stage, stage
 
 UNANNOUNCED = "events.complete"
 PICKLABLE, BLOCK_STATE = "meta.picklable", "meta.block-state-dropped"
-CLAIMS = ("lookup.identity", "lookup.truth")
+CLAIMS = (CLAIMED, "lookup.truth")
 """Requirements on lookups: what is claimed wrongly was not announced for this request either."""
 BEYOND = "lookup.beyond-local"
 HITS = (BEYOND, "lookup.last-token", *CLAIMS)
 """Requirements on how much a lookup claims."""
+CONTENT = "identity.content"
+"""The requirement on loads of KV of others."""
 FORMAL = ("meta.picklable", "hook.arguments-untouched")
 """Requirements on objects that are passed on: no wrong KV comes of them.
 
@@ -216,11 +219,14 @@ def _leader(
     explain, too; or a load of which `group` does not tell what went wrong, or saves of what was not
     there, or lookups that find what was stored, and announced, for others, or metadata that does
     not pickle because of the block state in it, or a load that wrote elsewhere what it left out, or
-    hits that are too long because vLLM adds them to its own, or other saves that came too late.
+    hits that are too long because vLLM adds them to its own, or other saves that came too late, or
+    hits on KV of others, which leave out more.
     """
     first = group[0]
     if first.requirement in HITS and (added := _added_to_its_own(groups)):
         return None if added[0] is group else added[0]
+    if (found := _of_others(group, groups)) is not None:
+        return found
     if first.requirement == UNANNOUNCED:
         return _wrong_claims(group, groups)
     if first.requirement == PICKLABLE:
@@ -241,6 +247,27 @@ def _leader(
         if stage(first) is Stage.LOAD and first.side is None and _all_in(group, other, _of_load):
             return other
     return None
+
+
+def _of_others(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
+    """Return the hits on KV of others in most runs, if `group` are others, or loads of such KV.
+
+    Keys that leave out what tells requests apart leave out more than one thing, as a rule. A load
+    shows it where the lookup does not, as its request was computed before; but not what no lookup
+    leaves out.
+    """
+    first = group[0]
+    if first.requirement not in (CLAIMED, CONTENT):
+        return None
+    hits = [one for one in groups if one[0].requirement == CLAIMED and _may_hide(one[0], first)]
+    left_out = {kind for one in hits for row in one for kind in row.differs}
+    if (
+        first.requirement == CONTENT
+        and not {kind for row in group for kind in row.differs} <= left_out
+    ):
+        return None
+    most = max(hits, key=len, default=None)
+    return None if most is group else most
 
 
 def _added_to_its_own(groups: Sequence[list[Row]]) -> list[list[Row]]:

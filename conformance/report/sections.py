@@ -221,21 +221,16 @@ def _short(console: Console, name: str, text: str | None, lines: int = 2) -> Non
 
 def _consequences(console: Console, root: Root, *, brief: bool = False) -> None:
     """Print a sentence per consequence of a root cause, in a line if `brief`; -v prints all."""
-    names: set[str] = set()
-    for group in root.consequences:
-        first = group[0]
-        if first.requirement in names:
-            continue
-        names.add(first.requirement)
-        if len(names) > CONSEQUENCES:
-            paragraph(console, "", f"and {len(root.failed) - CONSEQUENCES} more (-v)")
-            return
-        label = "follows" if len(names) == 1 else ""
-        text = f"{first.requirement}: {headline(first)}"
+    texts = [f"{group[0].requirement}: {headline(group[0])}" for group in root.consequences]
+    found = list(dict.fromkeys(texts))
+    for number, text in enumerate(found[:CONSEQUENCES]):
+        label = "" if number else "follows"
         if brief:
             _short(console, label, text, lines=1)
         else:
             paragraph(console, label, text)
+    if len(found) > CONSEQUENCES:
+        paragraph(console, "", f"and {len(found) - CONSEQUENCES} more (-v)")
 
 
 def _where(console: Console, row: Row) -> None:

@@ -23,6 +23,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     "write over a hit": {**WRITTEN, "shared": [4]},
     "write to a lost block": {**WRITTEN, "unallocated": [9]},
     "write to block 0": {**WRITTEN, "null_block": [1]},
+    "local hit": {"kind": "lookup", "local": 4},
     "kernel blocks": {"kind": "kv.registered", "kernel_blocks": 3},
 }
 
@@ -79,6 +80,8 @@ def test_only_the_beginning_of_a_word_names_a_circumstance() -> None:
         ("load.only-grant", None, "write over a hit", r"Copies .* over the local hit\."),
         ("load.only-grant", None, "write to block 0", r"Takes the null block .*"),
         ("load.only-grant", None, "kernel blocks", r"Takes block ids .* kernel blocks\."),
+        ("lookup.last-token", None, "", r"Claims .* last token\."),
+        ("lookup.last-token", None, "local hit", r"Claims .*; or returns the length .*"),
         ("load.only-grant", None, "abort, write to a lost block", r"Lets [^;]* aborted [^;]*"),
         ("load.only-grant", None, "abort, preemption", ""),
         ("load.only-grant", None, "drafts", ""),

@@ -119,6 +119,23 @@ def test_hits_that_are_right_without_what_is_added_to_them_are_one_mistake() -> 
     assert len(roots(rows)) > 1, "one of them is wrong without it as well"
 
 
+def test_keys_that_leave_out_what_tells_requests_apart_are_one_mistake() -> None:
+    def left_out(requirement: str, case: str, kind: str) -> Row:
+        found = row(requirement, case, cause=kind)
+        found.differs = (kind,)
+        return found
+
+    salts = [left_out("lookup.identity", case, "salt") for case in ("c", "d")]
+    adapter = left_out("lookup.identity", "e", "adapter")
+    load = left_out("identity.content", "f", "salt")
+    assert shape(roots([adapter, *salts, load])) == [
+        ("lookup.identity", ["lookup.identity", "identity.content"], [])
+    ]
+    load.differs = ("items",)
+    assert len(roots([adapter, *salts, load])) == 2, "no lookup leaves out items"
+    assert roots([load])[0].row is load
+
+
 def test_a_save_of_what_a_load_left_out_follows_that_load() -> None:
     save = row("save.confirmed", "c", event=3)
     save.cause += (FAILED_LOAD,)

@@ -93,3 +93,17 @@ def test_a_request_that_is_alike_is_no_namesake(tmp_path: Path) -> None:
     report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path)
     named = [(e["req"], e["of"]) for e in select(report.trace, "lookup.namesake")]
     assert ("c", "a") in named and all(of == "a" for _, of in named)
+
+
+def test_a_namesake_is_found_behind_other_events_of_the_lookup(tmp_path: Path) -> None:
+    """A connector that declares to save prompts only is told what it was permitted to save."""
+    variant = SPEC.cases["identity.salt"].variants(["reference"], None)[0]
+    target = Target(
+        "kvconform.refimpl.defects.identity:NoSalt",
+        {"store": "memory:{tmp}", "saves": "prompt"},
+        capabilities={"saves": "prompt"},
+    )
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path)
+    (row,) = [row for row in report.rows if row.requirement == "lookup.identity"]
+    assert row.event is not None and report.trace[row.event + 1]["kind"] != "lookup.namesake"
+    assert row.differs == ("salt",) and "differs in the cache salt" in str(row.message)
