@@ -100,7 +100,7 @@ def test_a_namesake_is_found_behind_other_events_of_the_lookup(tmp_path: Path) -
     variant = SPEC.cases["identity.salt"].variants(["reference"], None)[0]
     target = Target(
         "kvconform.refimpl.defects.identity:NoSalt",
-        {"store": "memory:{tmp}", "saves": "prompt"},
+        {"store": "memory:{tmp}"},
         capabilities={"saves": "prompt"},
     )
     report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path)
