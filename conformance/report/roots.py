@@ -40,6 +40,7 @@ What the engine makes of a changed object is blocked by the second (kvconform.ju
 BY_TABLE = ("IndexError", "KeyError", "ValueError")
 """Errors that a hook raises where it finds less, or something else, in a block table."""
 OWNED, SOUND = "save.owned", "save.sound"
+OUTSIDE = "load.errors-within-grant"
 ASTRAY, MISSING = "load.only-grant", "load.complete-or-failed"
 MOVING = (Stage.SAVE, Stage.LOAD)
 """Stages in which a connector copies KV."""
@@ -219,8 +220,8 @@ def _leader(
     explain, too; or a load of which `group` does not tell what went wrong, or saves of what was not
     there, or lookups that find what was stored, and announced, for others, or metadata that does
     not pickle because of the block state in it, or a load that wrote elsewhere what it left out, or
-    hits that are too long because vLLM adds them to its own, or other saves that came too late, or
-    hits on KV of others, which leave out more.
+    hits that are too long because vLLM adds them to its own, or others of the same mistake
+    (`_of_others`, `_alike`).
     """
     first = group[0]
     if first.requirement in HITS and (added := _added_to_its_own(groups)):
@@ -238,8 +239,8 @@ def _leader(
         return astray
     if outdated and _is_by_table(group, outdated) and _may_hide(outdated[0][0], first):
         return None if outdated[0] is group else outdated[0]
-    if first.requirement == OWNED and (late := _late(group, groups, outdated)) is not None:
-        return late
+    if (alike := _alike(first, groups, outdated)) and (most := _most(group, alike)) is not None:
+        return most
     for other in groups:
         tells = stage(other[0]) is Stage.LOAD and other[0].side is not None
         if other is group or not tells or not _may_hide(other[0], first):
@@ -259,15 +260,12 @@ def _of_others(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] |
     first = group[0]
     if first.requirement not in (CLAIMED, CONTENT):
         return None
-    hits = [one for one in groups if one[0].requirement == CLAIMED and _may_hide(one[0], first)]
+    hits = [one for one in groups if one[0].requirement == CLAIMED]
     left_out = {kind for one in hits for row in one for kind in row.differs}
-    if (
-        first.requirement == CONTENT
-        and not {kind for row in group for kind in row.differs} <= left_out
-    ):
+    loaded = {kind for row in group for kind in row.differs}
+    if first.requirement == CONTENT and not loaded <= left_out:
         return None
-    most = max(hits, key=len, default=None)
-    return None if most is group else most
+    return _most(group, hits)
 
 
 def _added_to_its_own(groups: Sequence[list[Row]]) -> list[list[Row]]:
@@ -282,20 +280,29 @@ def _added_to_its_own(groups: Sequence[list[Row]]) -> list[list[Row]]:
     return sorted(hits, key=lambda group: (group[0].requirement != BEYOND, -len(group)))
 
 
-def _late(
-    group: Sequence[Row], groups: Sequence[list[Row]], outdated: Sequence[list[Row]]
-) -> list[Row] | None:
-    """Return other saves that read blocks too late, if they are those of most runs.
+def _alike(
+    first: Row, groups: Sequence[list[Row]], outdated: Sequence[list[Row]]
+) -> list[list[Row]]:
+    """Return the groups of the same mistake as a group with the row `first`, whatever they found.
 
-    Whether such a save finds what is there afterwards, or wiped memory, is up to the engine.
+    A save that comes too late finds KV of others or wiped memory; which of them is up to the
+    engine. So it is where a load writes that goes beyond its grant. What this cannot bring, it
+    reports as failed beyond the grant. What outdated tables explain is none of these.
     """
-    late = [
-        one
-        for one in groups
-        if one[0].requirement == OWNED and not any(one is other for other in outdated)
-    ]
-    most = max(late, key=len, default=None)
-    return None if most is group or most is None or not _may_hide(most[0], group[0]) else most
+    if first.requirement == OWNED:
+        found = [one for one in groups if one[0].requirement == OWNED]
+    elif first.requirement == OUTSIDE or (first.requirement == ASTRAY and first.hook in LOADING):
+        found = [one for one in groups if one[0].requirement == ASTRAY and one[0].hook in LOADING]
+    else:
+        return []
+    return [one for one in found if not any(one is known for known in outdated)]
+
+
+def _most(group: Sequence[Row], alike: Sequence[list[Row]]) -> list[Row] | None:
+    """Return the group of most runs among `alike`, unless it is `group` or may not be above it."""
+    known = [one for one in alike if _may_hide(one[0], group[0])]
+    most = max(known, key=len, default=None)
+    return None if most is group else most
 
 
 def _early_or_late(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:

@@ -298,6 +298,10 @@ def _built(e: Event) -> tuple[str, str] | None:
     return None if e["pickles"] else ("metadata", f"does not pickle: {e['pickle_error']}")
 
 
+def _new(e: Event) -> tuple[str, str]:
+    return "request", f"{e['req']} is new, on_new_request was called"
+
+
 def _namesake(e: Event) -> tuple[str, str]:
     return "namesake", namesake(e)
 
@@ -448,6 +452,7 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "step.scheduled": _step,
     "req.scheduled": _scheduled,
     "lookup": _lookup,
+    "request.new": _new,
     "request.identity": _identity,
     "lookup.namesake": _namesake,
     "lookup.permitted": _permitted,

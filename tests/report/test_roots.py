@@ -105,6 +105,22 @@ def test_wiped_memory_is_what_a_late_save_finds_as_well() -> None:
     assert len(roots([wiped, *late])) == 2, "those are by an outdated table"
 
 
+def test_a_load_beyond_its_grant_writes_and_reports_beyond_it() -> None:
+    def astray(case: str, hook: str, cause: str) -> Row:
+        found = row("load.only-grant", case, cause=cause)
+        found.hook = hook
+        return found
+
+    shared = [astray(case, "start_load_kv", "shared") for case in ("c", "d")]
+    foreign = astray("e", "start_load_kv", "other_request")
+    outside = [row("load.errors-within-grant", case) for case in "fghijk"]
+    [root] = roots([*outside, *shared, foreign])
+    assert root.group == shared and root.failed == ["load.errors-within-grant", "load.only-grant"]
+    for each in (*shared, foreign):
+        each.hook = "save_kv_layer"
+    assert len(roots([*outside, *shared, foreign])) == 3, "no load wrote there"
+
+
 def test_hits_that_are_right_without_what_is_added_to_them_are_one_mistake() -> None:
     names = ("lookup.truth", "lookup.identity", "lookup.last-token")
     rows = [row(name, case) for name in names for case in ("c", "d")]
