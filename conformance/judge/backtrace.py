@@ -21,7 +21,7 @@ from kvconform.contract.events import NO_OWNER, is_restart
 from kvconform.contract.trace import Event
 from kvconform.judge.describe import namesake, spans
 from kvconform.judge.identity import namesake_of
-from kvconform.judge.strays import loader
+from kvconform.judge.strays import LOADING, loader
 
 Side = Literal["load", "save"]
 """Where the mistake was made that wrong bytes show."""
@@ -397,7 +397,8 @@ def _strayed(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
 def _missed(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
     """Yield a story if a load by an old table of the request would miss what is missing.
 
-    That is possible, not proved: a load that writes nothing misses the same.
+    That is possible, not proved: a load that writes nothing misses the same. Without such writes,
+    the story only says that there is an old table.
     """
     grant = next(
         (
@@ -414,10 +415,19 @@ def _missed(trace: list[Event], event: Event, size: int) -> Iterator[Story]:
     mine = grant["blocks"]
     if last is not None and all(before[at : at + 1] != mine[at : at + 1] for at in lacking):
         joined = before + mine
-        text = (
-            f"a load that keeps the request's table from before {last.change}"
-            f" writes {_blocks(joined[at] for at in lacking if at < len(joined))} instead"
-        )
+        instead = dict.fromkeys(joined[at] for at in lacking if at < len(joined))
+        astray = {
+            slot // size
+            for e in trace[grant["seq"] : event["seq"]]
+            if e["kind"] == "kv.changed" and e["after_hook"] in LOADING
+            for slot in (*e["unallocated"], *e["other_request"])
+        }
+        text = f"the request has another block table since {last.change}"
+        if set(instead) <= astray | set(mine):  # writes to its own blocks are not told
+            text = (
+                f"a load that keeps the request's table from before {last.change}"
+                f" writes {_blocks(instead)} instead"
+            )
         yield Story(event["req"], text, suspected=last.changed)
 
 

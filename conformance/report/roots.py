@@ -308,8 +308,8 @@ def _most(group: Sequence[Row], alike: Sequence[list[Row]]) -> list[Row] | None:
 def _early_or_late(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
     """Return the group that tells why KV was stored that was not there yet, or no longer.
 
-    These are saves that read blocks after their request had lost them, saves upon failed loads, or
-    loads that left out what was saved then.
+    These are saves that read blocks after their request had lost them, saves upon failed loads,
+    loads that left out what was saved then, or more saves that came too early.
     """
     for other in groups:
         if not _may_hide(other[0], group[0]):
@@ -323,7 +323,12 @@ def _early_or_late(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Ro
             return other
         if other[0].requirement == MISSING and _all_in(group, other, _of_run):
             return other
-    return None
+    if FAILED_LOAD not in group[0].cause:
+        return None
+    # A save that is too early may meet a load that failed by chance.
+    return _most(
+        group, [one for one in groups if one[0].requirement == CONFIRMED and one[0].side is None]
+    )
 
 
 def _written_elsewhere(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:

@@ -352,13 +352,24 @@ def test_a_load_by_an_old_table_may_explain_what_is_missing() -> None:
         "missing": list(range(8)),
         "reported_failed": False,
     }
-    run = ending(*STORY[:2], GRANT, last=last)
+    wrote = {
+        "kind": "kv.changed",
+        "after_hook": "start_load_kv",
+        "unallocated": [4, 5, 6, 7],
+        "other_request": [8, 9, 10, 11],
+    }
+    run = ending(*STORY[:2], GRANT, wrote, last=last)
     assert tell(run, run[-1]) == Story(
         "a",
         "a load that keeps the request's table from before the preemption in step 4 writes"
         " blocks 1-2 instead",
         suspected=4,
     )
+    for less in ({"after_hook": "save_kv_layer"}, {"other_request": []}):
+        run = ending(*STORY[:2], GRANT, {**wrote, **less}, last=last)
+        assert tell(run, run[-1]) == Story(
+            "a", "the request has another block table since the preemption in step 4", suspected=4
+        ), "no load is known to have written there"
     for change in ({"missing": []}, {"reported_failed": True}, {"transfer": "other"}):
         other = ending(*STORY[:2], GRANT, last={**last, **change})
         assert tell(other, other[-1]) is None

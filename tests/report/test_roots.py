@@ -159,6 +159,8 @@ def test_a_save_of_what_a_load_left_out_follows_that_load() -> None:
     assert shape(roots([save, load])) == [("load.complete-or-failed", ["save.confirmed"], [])]
     elsewhere = row("load.complete-or-failed", "d")
     assert len(roots([save, elsewhere])) == 2
+    early = [row("save.confirmed", case) for case in ("e", "f")]
+    assert roots([save, *early])[0].group == early, "by chance, a load of this save failed"
     save.cause = ("x",)
     assert roots([save, load])[0].row is save, "otherwise, saves come before loads"
 
