@@ -6,7 +6,8 @@ tables tell goes before the order of stages: saves and loads that went wrong by 
 one mistake, and those that fail in most runs say most about it. So is a load of which one failure
 tells where the bytes were, and another one only that they are not there. So is a load that wrote
 elsewhere and, in the same step, left out what it was to bring. So are wrong hits that would all be
-right if vLLM did not add them to its own.
+right if vLLM did not add them to its own, and failures of one kind: late saves, loads beyond their
+grant, keys that leave out what tells requests apart.
 """
 
 from __future__ import annotations
