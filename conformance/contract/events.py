@@ -119,6 +119,8 @@ PROVENANCE = (
 `other_request` is KV of a request that got a block from one that has what is wanted.
 `other_tokens` is KV of another request, which got no such block.
 """
+OF_ANOTHER_RANK = "another rank's bytes"
+"""Part of `kv.wrong.origin` where bytes of a head are those of another rank."""
 
 EVENTS: dict[str, Kind] = {}
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvconform.contract.events import ARGUMENTS, altered_in_entry
+from kvconform.contract.events import ARGUMENTS, OF_ANOTHER_RANK, altered_in_entry
 from kvconform.contract.trace import Event
 from kvconform.errors import Place
 from kvconform.judge.foreign import TRUTH, UNHEARD
@@ -826,6 +826,8 @@ def headline(
         return f"{_named(event)} again"
     if event["kind"] == "kv.wrong":
         what = kv_found(event["found"])
+        if event["found"] == "head_swapped" and OF_ANOTHER_RANK in event["origin"]:
+            what = "KV of another rank"
         if side == "save" and outdated:
             return f"{_SAVED_BY_OLD_TABLE} {what}"
         if side is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvconform.contract.requirement import Requirement
-from kvconform.contract.trace import Event
+from kvconform.contract.trace import RANKED, Event
 from kvconform.judge.backtrace import claimed, excerpt, tell
 from kvconform.judge.circumstances import absent
 from kvconform.judge.describe import adds_to_itself, cause, describe, headline, hook_of, place
@@ -39,6 +39,7 @@ def narrate(
         row.place = place(event)
         row.hook = hook_of(event)
         row.absent = absent(trace, event)
+        row.rank = event.get("rank") if event["kind"] in RANKED else None
         row.adds_to_itself = event["kind"] == "lookup" and adds_to_itself(event)
         parts: list[str | None] = []
         if relate is None or event["kind"] == relate.event:

@@ -123,6 +123,9 @@ class Row:
         tuple[str, int] | None,
         Field(description="the same as `outdated`, where that table only may explain it"),
     ] = None
+    rank: Annotated[
+        int | None, Field(description="the rank whose KV was wrong, if there are several")
+    ] = None
     adds_to_itself: Annotated[
         bool,
         Field(

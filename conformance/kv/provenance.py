@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvconform.contract.events import OF_ANOTHER_RANK
 from kvconform.kernels.codes import CodeBook, mix64
 from kvconform.kv.rotary import turned
 
@@ -487,8 +488,9 @@ def diagnose(
             if hit[2] != kv:
                 return Diagnosis("kv_swapped", side, "the right token, with K and V exchanged")
             if hit[3] != head:
-                whose = f"head {hit[3]}'s" if 0 <= hit[3] < book.heads else "another rank's"
-                words = f"the right token, but {whose} bytes in head {head}"
+                here = 0 <= hit[3] < book.heads
+                whose = f"head {hit[3]}'s bytes" if here else OF_ANOTHER_RANK
+                words = f"the right token, but {whose} in head {head}"
                 return Diagnosis("head_swapped", side, words)
     if (
         origin.kind == "poison"

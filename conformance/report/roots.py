@@ -31,6 +31,8 @@ CLAIMS = (CLAIMED, "lookup.truth")
 BEYOND = "lookup.beyond-local"
 HITS = (BEYOND, "lookup.last-token", *CLAIMS)
 """Requirements on how much a lookup claims."""
+HALVES, SWAPPED = "layout.halves", "head_swapped"
+"""The requirement on loads of other heads or of other ranks' KV, and what such a load shows."""
 CONTENT = "identity.content"
 """The requirement on loads of KV of others."""
 FORMAL = ("meta.picklable", "hook.arguments-untouched")
@@ -222,12 +224,14 @@ def _leader(
     there, or lookups that find what was stored, and announced, for others, or metadata that does
     not pickle because of the block state in it, or a load that wrote elsewhere what it left out, or
     hits that are too long because vLLM adds them to its own, or others of the same mistake
-    (`_of_others`, `_alike`).
+    (`_of_others`, `_of_other_ranks`, `_alike`).
     """
     first = group[0]
     if first.requirement in HITS and (added := _added_to_its_own(groups)):
         return None if added[0] is group else added[0]
     if (found := _of_others(group, groups)) is not None:
+        return found
+    if (found := _of_other_ranks(group, groups)) is not None:
         return found
     if first.requirement == UNANNOUNCED:
         return _wrong_claims(group, groups)
@@ -249,6 +253,18 @@ def _leader(
         if stage(first) is Stage.LOAD and first.side is None and _all_in(group, other, _of_load):
             return other
     return None
+
+
+def _of_other_ranks(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
+    """Return loads of KV of other ranks, if `group` is wrong KV of runs with several ranks only.
+
+    Where ranks have other layers or tokens, KV of another rank is that of no rank there.
+    """
+    if any(row.rank is None for row in group):
+        return None
+    mixed = [one for one in groups if one[0].requirement == HALVES and SWAPPED in one[0].cause]
+    mixed = [one for one in mixed if all(row.rank is not None for row in one)]
+    return None if any(one is group for one in mixed) else _most(group, mixed)
 
 
 def _of_others(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:

@@ -50,6 +50,14 @@ from kvconform.session.worker import RUNNER, SPENT, START, server_problems
 STARTS = 3
 """The run is aborted at this number of worker deaths before any case, or of worker failures."""
 
+PATIENCE = 180.0
+"""Seconds that workers may lose to hooks that do not return and to processes that end.
+
+Then the run is given up: the connector fails a MUST, and all runs together might take hours.
+"""
+REPLACED = 5.0
+"""Seconds that it takes to replace a worker, about."""
+
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 VERDICTS = (summary.NAME, anchor.NAME, statement.NAME, statement.BADGE, JUNIT)
@@ -117,6 +125,8 @@ class Controller:
         self._early_deaths = 0
         self._troubles = 0
         self._ran_something = False
+        self._lost = 0.0
+        self._gave_up = False
         self.in_doubt = False
         """Whether a run loaded KV of another run: other runs may have, without a proof."""
 
@@ -306,6 +316,29 @@ class Controller:
         self.progress.done(found.variant, found.rows, found.refused)
         if self.listener is not None:
             self.listener(found, lines or {}, seconds)
+        self._lose_patience(found)
+
+    def _lose_patience(self, found: CaseReport) -> None:
+        """Give up if hooks that hang, and processes that end, have cost more than PATIENCE.
+
+        Those that are expected do not count.
+        """
+        expected = self.settings.expected_failures
+        for row in found.rows:
+            costs = row.requirement in (crash.HANG, crash.EXIT) and row.accuses
+            if not costs or any(each.matches(row.requirement, row.case) for each in expected):
+                continue
+            self._lost += REPLACED
+            if row.requirement == crash.HANG:
+                self._lost += self.settings.hook_timeout
+            if self._lost >= PATIENCE and len(self.collector.missing()) > 0:
+                self._gave_up = True
+                error = KvconformError(
+                    f"gave up: {row.requirement} fails again and again, which costs"
+                    f" {REPLACED:g} s or more each time; mend that first (-k {row.case})"
+                )
+                error.code = 1
+                self.stop(error)
 
     def header(self) -> HeaderLine:
         """Return the report's first line, with what is known so far."""
@@ -353,6 +386,8 @@ class Controller:
         """Write and print all reports, and return the exit code."""
         complete = not self.collector.missing()
         rows, found = self.collector.finish(date.today(), complete=complete)
+        if self._gave_up:
+            found.verdict = "nonconformant"
         if self.problem is not None:
             found.reasons.append(self.problem.message)
         code = self.collector.exit_code(found) if self.problem is None else self.problem.code

@@ -152,6 +152,18 @@ def test_keys_that_leave_out_what_tells_requests_apart_are_one_mistake() -> None
     assert roots([load])[0].row is load
 
 
+def test_kv_of_another_rank_may_be_that_of_no_rank() -> None:
+    swapped = row("layout.halves", "c", cause="head_swapped")
+    swapped.rank = 1
+    zeros = [row("save.confirmed", case) for case in "de"]
+    assert roots([*zeros, swapped])[0].group == zeros, "with one rank, it is a save's mistake"
+    for each in zeros:
+        each.rank = 0
+    assert shape(roots([*zeros, swapped])) == [("layout.halves", ["save.confirmed"], [])]
+    swapped.cause = ("kv_swapped",)
+    assert len(roots([*zeros, swapped])) == 2, "of the same rank"
+
+
 def test_a_save_of_what_a_load_left_out_follows_that_load() -> None:
     save = row("save.confirmed", "c", event=3)
     save.cause += (FAILED_LOAD,)

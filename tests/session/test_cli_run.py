@@ -455,3 +455,25 @@ def test_a_report_directory_that_cannot_be_written(tmp_path: Path) -> None:
         result = kvconform(tmp_path, "json:Fake", "--report-dir", folder, orders={})
         assert result.code == 2
         assert f"/{folder}: {file} is not a directory; name another folder\n" in result.err
+
+
+def test_a_run_is_given_up_when_hooks_hang_again_and_again(tmp_path: Path) -> None:
+    """Each of them costs a minute here, and the patience is three."""
+    cases = [
+        case.id
+        for case in SPEC.cases.values()
+        if len(case.variants(["reference"], ["sync"])) == 1 and not case.beyond
+    ][:5]
+    orders = {"fail": {"hook.terminates": cases}}
+    options = ("json:Fake", "--hook-timeout", "55")
+    result = kvconform(tmp_path, *options, orders=orders, cases=cases)
+    assert result.code == 1 and "gave up: hook.terminates fails again and again" in result.err
+    out = " ".join(result.out.split())
+    assert "NOT CONFORMANT" in out and "2 of 5 runs were not made" in out
+    assert Summary.model_validate(result.summary).verdict == "nonconformant"
+    (tmp_path / "kvconform.toml").write_text(
+        '[[expected_failures]]\nrequirement = "hook.terminates"\nreason = "known"\n',
+        encoding="utf-8",
+    )
+    result = kvconform(tmp_path, *options, orders=orders, cases=cases)
+    assert result.code == 0 and "gave up" not in result.err
