@@ -17,8 +17,8 @@ from pathlib import Path
 from kvconform.config.exists import imported, located
 from kvconform.errors import did_you_mean
 
-BASE = ".kv_connector.v1.base"
-"""End of the name of the module with vLLM's base class."""
+BASES = (".kv_connector.v1.base", ".kv_connector.v1")
+"""Ends of the names of the modules that have vLLM's base classes."""
 
 
 def unmentioned(
@@ -26,8 +26,8 @@ def unmentioned(
 ) -> list[str]:
     """Return a warning per option that no source of a connector of one's own mentions.
 
-    Of connectors of vLLM and kvconform nothing is returned, nor of one with classes that are
-    derived from those of another package, except vLLM's base: they may read the options, too.
+    Of connectors of vLLM and kvconform nothing is returned, nor of a class that is derived from
+    another package's, except vLLM's base classes: that may read the options, too.
     """
     top = connector.partition(":")[0].partition(".")[0]
     if not options or ":" not in connector or top in ("vllm", "kvconform"):
@@ -44,7 +44,7 @@ def unmentioned(
         if not left:
             return []
         trees.append(tree)
-    if any(_derives_from_others(tree, top) for tree in trees):
+    if _derives_from_others(connector.rpartition(":")[2], top, trees):
         return []
     keys = _keys(trees)
     return [
@@ -53,28 +53,42 @@ def unmentioned(
     ]
 
 
-def _derives_from_others(tree: ast.Module, own: str) -> bool:
-    """Return whether a source has a class whose base is imported from a package but `own`.
+def _derives_from_others(name: str, own: str, trees: Sequence[ast.Module]) -> bool:
+    """Return whether a class is derived, maybe indirectly, from one of another package than `own`.
 
-    The standard library, torch, and the module of vLLM's base class do not count.
+    The standard library and vLLM's base classes do not count. A base whose origin the sources do
+    not show may be another package's.
     """
-    imports: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            imports |= {alias.asname or alias.name: node.module for alias in node.names}
+    classes: dict[str, ast.ClassDef] = {}
+    origins: dict[str, str] = {}
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.ClassDef):
+            classes.setdefault(node.name, node)
+        elif isinstance(node, ast.ImportFrom):
+            module = own if node.level else node.module or own
+            origins |= {alias.asname or alias.name: module for alias in node.names}
         elif isinstance(node, ast.Import):
-            imports |= {
-                (alias.asname or alias.name).partition(".")[0]: alias.name for alias in node.names
-            }
-    bases = (
-        base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases
-    )
-    modules = {imports.get(ast.unparse(base).partition(".")[0], own) for base in bases}
-    return any(
-        module.partition(".")[0] not in {own, "torch", *sys.stdlib_module_names}
-        and not module.endswith(BASE)
-        for module in modules
-    )
+            for alias in node.names:
+                origins[(alias.asname or alias.name).partition(".")[0]] = alias.name
+    waiting, seen = [name], set()
+    while waiting:
+        known = classes.get(waiting.pop())
+        if known is None or known.name in seen:
+            continue
+        seen.add(known.name)
+        for base in map(ast.unparse, known.bases):
+            first, last = base.partition(".")[0], base.rpartition(".")[2].partition("[")[0]
+            module = origins.get(first, own if last in classes else "")
+            if module.partition(".")[0] == own:
+                waiting.append(last)
+            elif not _is_harmless(module):
+                return True
+    return False
+
+
+def _is_harmless(module: str) -> bool:
+    """Return whether a class of a module reads no options of connectors."""
+    return module.partition(".")[0] in sys.stdlib_module_names or module.endswith(BASES)
 
 
 def _mentions(text: str, option: str) -> bool:

@@ -324,7 +324,8 @@ class _Compiler(ast.NodeTransformer):
             raise self.fail(f"`{node.id}` is not Python: write True, False or None", node)
         if node.id in _BASES:
             raise self.fail(f"`{node.id}` can only be used with a field, as `{node.id}.name`", node)
-        raise self.fail(f"unknown name `{node.id}`", node)
+        close = did_you_mean(node.id, CAPABILITIES, 1) if self.bare_capabilities else ""
+        raise self.fail(f"unknown name `{node.id}`{close}", node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if not isinstance(node.func, ast.Name) or node.func.id not in FUNCTIONS:

@@ -698,6 +698,8 @@ def _op(value: Any) -> str | None:
 
 def _exists(value: Any) -> Any:
     """Return a value. ValueError if its key is that of no step, with a step that is close to it."""
+    if isinstance(value, str) and value in STEPS:
+        raise ValueError(f"a step is a map: write `{value}: {{...}}`, or `{value}: {{}}`")
     op = _op(value)
     if isinstance(op, str) and op not in STEPS:
         known = f"; the steps are {', '.join(STEPS)}"

@@ -13,7 +13,7 @@ from kvconform.judge.describe import adds_to_itself, cause, describe, headline, 
 from kvconform.judge.identity import CLAIMED, another, apart, differing
 from kvconform.judge.leases import lease_of
 from kvconform.judge.ranks import reports_of
-from kvconform.judge.records import FAILED_LOAD, Row, Verdict
+from kvconform.judge.records import AGAIN, FAILED_LOAD, Row, Verdict
 from kvconform.judge.strays import loader
 
 
@@ -41,6 +41,8 @@ def narrate(
         row.absent = absent(trace, event)
         row.rank = event.get("rank") if event["kind"] in RANKED else None
         row.adds_to_itself = event["kind"] == "lookup" and adds_to_itself(event)
+        if event["kind"] == "transfer.failed" and _named_before(trace, event):
+            row.cause += (AGAIN,)
         parts: list[str | None] = []
         if relate is None or event["kind"] == relate.event:
             sentence = describe(event)
@@ -61,12 +63,19 @@ def narrate(
             _tell_apart(row, event, differing(trace, event), parts)
         if (owner := claimed(trace, event)) is not None:
             parts.append(owner[1])
+        if event["kind"] == "lookup.permitted" and _is_rounded(event, trace):
+            parts.append(
+                f"that is {event['prompts']}, the end of a prompt, rounded up to whole blocks"
+            )
         if row.req is None and (loading := loader(trace, event)) is not None:
             row.req = loading
             parts.append(f"the only load at that time was that of {loading}")
         if requirement.respond is not None:
             parts.append(_stall_of(trace))
         awaited = requirement.respond.then.event if requirement.respond is not None else None
+        if awaited == "transfer.reported" and event["kind"] == "alloc":
+            row.headline = "an asynchronous load was never reported as finished"
+            parts.append(_failure_of(trace, event))
         if awaited == "ranks.joined":
             parts.append(reports_of(trace, event))
         if awaited == "transfer.reported" or event["kind"] == "run.end":
@@ -98,6 +107,33 @@ def _tell_apart(
     other = event["origin_req"]
     row.headline = f"loaded KV with {another(differs)}"
     parts.append(f"request {other} differs in {apart(differs, event['req'], other)}")
+
+
+def _named_before(trace: Sequence[Event], report: Event) -> bool:
+    """Return whether an earlier report had named all blocks that this one names beyond a load."""
+    before = {
+        block
+        for e in trace
+        if e["kind"] == "transfer.failed" and e["seq"] < report["seq"]
+        if (e.get("on"), e["rank"]) == (report.get("on"), report["rank"])
+        for block in e["blocks"]
+    }
+    return bool(report["outside_grant"]) and set(report["outside_grant"]) <= before
+
+
+def _is_rounded(claim: Event, trace: Sequence[Event]) -> bool:
+    """Return whether a claim ends where the block does in which the longest prompt ends."""
+    size = trace[0].get("block_size") if trace else None
+    end, prompts = claim["end"], claim["prompts"]
+    return bool(size and prompts is not None and prompts < end == -(-prompts // size) * size)
+
+
+def _failure_of(trace: Sequence[Event], grant: Event) -> str | None:
+    """Return in words that the load of a grant failed; None if it did not."""
+    for e in trace:
+        if e["kind"] == "transfer.failed" and e["transfer"] == grant["transfer"] is not None:
+            return f"its load failed in step {e['step']}, which does not end it"
+    return None
 
 
 def _stall_of(trace: Sequence[Event]) -> str | None:

@@ -37,6 +37,8 @@ class Verdict(StrEnum):
 
 FAILED_LOAD = "failed load"
 """Last part of the cause of a failure: a load into the block had failed."""
+AGAIN = "reported before"
+"""Last part of the cause of a report of failed blocks: an earlier report had named them."""
 MUST = ("MUST", "MUST NOT")
 """Levels of requirements whose violations count."""
 

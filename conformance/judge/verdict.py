@@ -115,10 +115,12 @@ RAISES = "hook.no-raise"
 """Requirement on hooks that raise."""
 CLAIMS = ("lookup.truth", "lookup.identity", "lookup.last-token")
 """Requirements on what a lookup claims: the engine believes it, and takes the request on by it."""
-MISLEADING = ("meta.output-untouched", "hook.arguments-untouched", "load.errors-within-grant")
+UNTOUCHED = ("meta.output-untouched", "hook.arguments-untouched")
+"""Requirements that explain what the engine does with objects that the connector changed."""
+MISLEADING = (*UNTOUCHED, "load.errors-within-grant")
 """Requirements that explain what the engine does from then on.
 
-It works with objects that the connector changed, or computes again what no load was to bring.
+It also computes again what a connector reports as failed, if no load was to bring it.
 """
 
 
@@ -194,14 +196,16 @@ def _excuse(
     """Take back failures that were detected after the engine lost track of a request.
 
     An obligation that was open then may be one that the engine gave no more chance to meet. This
-    also concerns comparisons with such a run. Guarantees keep their verdicts. An engine that
-    the connector had misled before is no excuse. Changes the rows.
+    also concerns comparisons with such a run. Guarantees keep their verdicts, but what is
+    taken back explains none of them. An engine whose objects the connector had changed before is no
+    excuse. Changes the rows.
     """
     since = {name: found for name, run in runs.items() if (found := lost(run.trace)) is not None}
-    if "connector" in since and blame.misled_before(since["connector"][0]):
+    if "connector" in since and blame.changed_before(since["connector"][0]):
         del since["connector"]
     if not since:
         return
+    excused: set[str] = set()
     for req, row in watched:
         if req.kind == "guarantee" or row.verdict not in (Verdict.FAIL, Verdict.BLOCKED):
             continue
@@ -215,6 +219,10 @@ def _excuse(
             row.message = f"not judged: {why}"
             row.check = None
             row.blocked_by = None
+            excused.add(req.id)
+    for req, row in watched:
+        if req.kind == "guarantee" and row.blocked_by in excused:
+            row.verdict, row.blocked_by = Verdict.FAIL, None
 
 
 def new_row(
@@ -336,6 +344,7 @@ class _Blame:
         self.detected: dict[str, int] = {}  # requirement -> when its first violation was detected
         # engine -> when it was first misled, and the requirement that this fails
         self.misled: dict[str | None, tuple[int, str]] = {}
+        self.changes: list[int] = []  # when objects of an engine were changed
         # engine and request -> the first wrong claim of a lookup, and the requirement that it fails
         self.claims: dict[tuple[str | None, str | None], tuple[int, str]] = {}
 
@@ -363,6 +372,8 @@ class _Blame:
                     self.misled[violation.engine] = min(
                         misled, self.misled.get(violation.engine, misled)
                     )
+            if req.id in UNTOUCHED:
+                self.changes += [violation.seq for violation in monitor.violations]
         self.detected[req.id] = first.seq
         row.step = first.step
         row.req = first.req
@@ -404,9 +415,9 @@ class _Blame:
             return misled[1]
         return CRASH if after_crash else None
 
-    def misled_before(self, seq: int) -> bool:
-        """Return whether the connector had misled an engine before this time."""
-        return any(misled < seq for misled, _ in self.misled.values())
+    def changed_before(self, seq: int) -> bool:
+        """Return whether the connector had changed an engine's objects before this time."""
+        return any(changed < seq for changed in self.changes)
 
     def before_crash(self) -> str:
         """Return the requirement, or CRASH, that explains why the run was cut short.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Root causes: which failures of a connector other failures of the same runs explain.
 
-A failure is a consequence if others, of earlier stages, failed in each of its runs. What block
-tables tell goes before the order of stages: saves and loads that went wrong by outdated tables are
-one mistake, and those that fail in most runs say most about it. So is a load of which one failure
-tells where the bytes were, and another one only that they are not there. So is a load that wrote
-elsewhere and, in the same step, left out what it was to bring. So are wrong hits that would all be
-right if vLLM did not add them to its own, and failures of one kind: late saves, loads beyond their
-grant, keys that leave out what tells requests apart.
+A failure is a consequence if others, of earlier stages, failed in nearly all of its runs. What
+block tables tell goes before the order of stages: saves and loads that went wrong by outdated
+tables are one mistake, and those that fail in most runs say most about it. So is a load of which
+one failure tells where the bytes were, and another one only that they are not there. So is a load
+that wrote elsewhere and, in the same step, left out what it was to bring. So are wrong hits that
+would all be right if vLLM did not add them to its own, and failures of one kind: late saves, loads
+beyond their grant, keys that leave out what tells requests apart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from kvconform.judge.identity import CLAIMED
-from kvconform.judge.records import FAILED_LOAD, Row, Verdict
+from kvconform.judge.records import AGAIN, FAILED_LOAD, Row, Verdict
 from kvconform.judge.strays import LOADING
 from kvconform.judge.verdict import RAISES
 from kvconform.report.causes import CONFIRMED, by_cause
@@ -43,6 +43,8 @@ What the engine makes of a changed object is blocked by the second (kvconform.ju
 BY_TABLE = ("IndexError", "KeyError", "ValueError")
 """Errors that a hook raises where it finds less, or something else, in a block table."""
 OWNED, SOUND = "save.owned", "save.sound"
+LATE = frozenset({"poison", "other_request"})
+"""What a save finds that comes too late."""
 OUTSIDE = "load.errors-within-grant"
 ASTRAY, MISSING = "load.only-grant", "load.complete-or-failed"
 MOVING = (Stage.SAVE, Stage.LOAD)
@@ -97,9 +99,9 @@ class Root:
 
     @property
     def magnitude(self) -> int:
-        """In how many runs it fails, by powers of MORE: what is nearly as frequent is equal."""
-        runs = len({row.run for row in self.group})
-        return int(math.log(runs, MORE) + 1e-9)
+        """In how many runs it shows, by powers of MORE: what is nearly as frequent is equal."""
+        runs = {row.run for group in (self.group, *self.consequences) for row in group}
+        return int(math.log(len(runs), MORE) + 1e-9)
 
     @property
     def failed(self) -> list[str]:
@@ -120,7 +122,9 @@ def roots(rows: Sequence[Row]) -> list[Root]:
     """
     groups = by_cause([row for row in rows if row.verdict is Verdict.FAIL])
     outdated = _by_outdated_tables(groups)
-    leaders = {id(group): _leader(group, groups, outdated) for group in groups}
+    leaders = _without_circles(
+        {id(group): _leader(group, groups, outdated) for group in groups}, groups
+    )
     found: list[Root] = []
     home: dict[tuple[str, str], Root] = {}
     holds: dict[int, Root] = {}
@@ -148,7 +152,27 @@ def roots(rows: Sequence[Row]) -> list[Root]:
         because = home.get((row.blocked_by or "", row.run))
         if because is not None and row.requirement not in because.blocked:
             because.blocked.append(row.requirement)
-    return sorted(found, key=lambda root: (root.weight, -_magnitude(root, found), *_rank(root.row)))
+
+    def place(root: Root) -> tuple[Weight, int, Stage, int, bool]:
+        here, is_untold = _rank(root.row)
+        return root.weight, -_magnitude(root, found), here, -root.magnitude, is_untold
+
+    return sorted(found, key=place)
+
+
+def _without_circles(
+    leaders: dict[int, list[Row] | None], groups: Sequence[list[Row]]
+) -> dict[int, list[Row] | None]:
+    """Return the leader of each group, or None where the leaders go round in a circle."""
+    found = dict(leaders)
+    for group in groups:
+        leader, seen = found[id(group)], {id(group)}
+        while leader is not None and id(leader) not in seen:
+            seen.add(id(leader))
+            leader = found[id(leader)]
+        if leader is not None:
+            found[id(group)] = None
+    return found
 
 
 def _magnitude(root: Root, found: Sequence[Root]) -> int:
@@ -165,7 +189,10 @@ def _magnitude(root: Root, found: Sequence[Root]) -> int:
 
 
 def _rank(row: Row) -> tuple[Stage, bool]:
-    """Return the stage of a root cause; of a wrong save and a wrong load, the told one is first."""
+    """Return the stage of a root cause, and whether nothing tells where a save or load went wrong.
+
+    Wrong saves and loads have one stage. Of equally frequent ones, the told one is first.
+    """
     here = stage(row)
     return (Stage.SAVE, row.side is None) if here in MOVING else (here, False)
 
@@ -238,7 +265,8 @@ def _leader(
     if first.requirement == PICKLABLE:
         state = (one for one in groups if one[0].requirement == BLOCK_STATE)
         return next((one for one in state if _all_in(group, one, _of_event)), None)
-    if first.requirement == CONFIRMED and (known := _early_or_late(group, groups)) is not None:
+    is_stored = first.requirement == CONFIRMED or FAILED_LOAD in first.cause
+    if is_stored and (known := _early_or_late(group, groups)) is not None:
         return known
     if first.requirement == MISSING and (astray := _written_elsewhere(group, groups)) is not None:
         return astray
@@ -277,12 +305,20 @@ def _of_others(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] |
     first = group[0]
     if first.requirement not in (CLAIMED, CONTENT):
         return None
-    hits = [one for one in groups if one[0].requirement == CLAIMED]
+    hits = [one for one in groups if one[0].requirement == CLAIMED and _is_of_request(one)]
     left_out = {kind for one in hits for row in one for kind in row.differs}
-    loaded = {kind for row in group for kind in row.differs}
-    if first.requirement == CONTENT and not loaded <= left_out:
+    here = {kind for row in group for kind in row.differs}
+    if not _is_of_request(group) or not here <= left_out:
         return None
     return _most(group, hits)
+
+
+def _is_of_request(group: Sequence[Row]) -> bool:
+    """Return whether it is known what tells the requests of a group apart, all of it of requests.
+
+    The model is none of it: other keys have that.
+    """
+    return all(row.differs and "model" not in row.differs for row in group)
 
 
 def _added_to_its_own(groups: Sequence[list[Row]]) -> list[list[Row]]:
@@ -294,7 +330,10 @@ def _added_to_its_own(groups: Sequence[list[Row]]) -> list[list[Row]]:
     hits = [group for group in groups if group[0].requirement in HITS]
     if not all(row.adds_to_itself for group in hits for row in group):
         return []
-    return sorted(hits, key=lambda group: (group[0].requirement != BEYOND, -len(group)))
+    return sorted(
+        hits,
+        key=lambda group: (not group[0].gating, group[0].requirement != BEYOND, -len(group)),
+    )
 
 
 def _alike(
@@ -306,9 +345,14 @@ def _alike(
     engine. So it is where a load writes that goes beyond its grant. What this cannot bring, it
     reports as failed beyond the grant. What outdated tables explain is none of these.
     """
-    if first.requirement == OWNED:
-        found = [one for one in groups if one[0].requirement == OWNED]
-    elif first.requirement == OUTSIDE or (first.requirement == ASTRAY and first.hook in LOADING):
+    beyond = first.requirement == OUTSIDE and AGAIN not in first.cause
+    if first.requirement == OWNED and not LATE.isdisjoint(first.cause):
+        found = [
+            one
+            for one in groups
+            if one[0].requirement == OWNED and not LATE.isdisjoint(one[0].cause)
+        ]
+    elif beyond or (first.requirement == ASTRAY and first.hook in LOADING):
         found = [one for one in groups if one[0].requirement == ASTRAY and one[0].hook in LOADING]
     else:
         return []
@@ -318,7 +362,7 @@ def _alike(
 def _most(group: Sequence[Row], alike: Sequence[list[Row]]) -> list[Row] | None:
     """Return the group of most runs among `alike`, unless it is `group` or may not be above it."""
     known = [one for one in alike if _may_hide(one[0], group[0])]
-    most = max(known, key=len, default=None)
+    most = max(known, key=lambda one: (len(one), one[0].cause), default=None)
     return None if most is group else most
 
 
@@ -406,13 +450,14 @@ def _of_load(row: Row) -> tuple[object, ...] | None:
 
 
 def _explained_by(group: Sequence[Row], known: Sequence[Root]) -> Root | None:
-    """Return the root cause that explains a group: together, the known ones fail in all its runs.
+    """Return the root cause that explains a group, if the known ones fail in nearly all its runs.
 
-    Of several, the one with most of the runs is returned.
+    These are nine of ten. Of several, the one with most of the runs is returned.
     """
     runs = {row.run for row in group}
     candidates = [(root, runs & _explains(root, group)) for root in known]
-    if runs - set().union(*(common for _, common in candidates)):
+    unexplained = runs - set().union(*(common for _, common in candidates))
+    if len(unexplained) * 10 > len(runs):
         return None
     return max(candidates, key=lambda pair: len(pair[1]))[0]
 

@@ -220,8 +220,16 @@ def _short(console: Console, name: str, text: str | None, lines: int = 2) -> Non
 
 
 def _consequences(console: Console, root: Root, *, brief: bool = False) -> None:
-    """Print a sentence per consequence of a root cause, in a line if `brief`; -v prints all."""
-    texts = [f"{group[0].requirement}: {headline(group[0])}" for group in root.consequences]
+    """Print a sentence per consequence of a root cause, in a line if `brief`; -v prints all.
+
+    It names the case of one that does not fail in the same run.
+    """
+    runs = {row.run for row in root.group}
+    texts = [
+        f"{group[0].requirement}: {headline(group[0])}"
+        + ("" if group[0].run in runs else f" ({group[0].case})")
+        for group in root.consequences
+    ]
     found = list(dict.fromkeys(texts))
     for number, text in enumerate(found[:CONSEQUENCES]):
         label = "" if number else "follows"

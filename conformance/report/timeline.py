@@ -14,7 +14,7 @@ from typing import Any
 from kvconform.contract.events import WRITES
 from kvconform.contract.trace import Event
 from kvconform.judge.backtrace import is_noise
-from kvconform.judge.describe import changed_argument, namesake
+from kvconform.judge.describe import changed_argument, namesake, spans
 from kvconform.judge.identity import told_apart_by
 from kvconform.words import many
 
@@ -298,6 +298,27 @@ def _built(e: Event) -> tuple[str, str] | None:
     return None if e["pickles"] else ("metadata", f"does not pickle: {e['pickle_error']}")
 
 
+def _load_failed(e: Event) -> tuple[str, str]:
+    blocks = "block" if len(e["blocks"]) == 1 else "blocks"
+    what = f"{blocks} {spans(e['blocks'])}" if e["blocks"] else "the load"
+    text = f"{what} of {e['req']}" if e["req"] is not None else what
+    if e["outside_grant"]:
+        text += f", of which {spans(e['outside_grant'])} belong to no load"
+    return "failed", f"{text}, as the connector reports"
+
+
+def _held(e: Event) -> tuple[str, str]:
+    return e["kind"], f"the engine waits for the {_transfer(e)} ({e['cause']})"
+
+
+def _released(e: Event) -> tuple[str, str]:
+    return e["kind"], f"the engine waits no longer for the {_transfer(e)} ({e['cause']})"
+
+
+def _transfer(e: Event) -> str:
+    return f"{'load' if e['direction'] == 'recv' else 'send'} of {e['req']}"
+
+
 def _new(e: Event) -> tuple[str, str]:
     return "request", f"{e['req']} is new, on_new_request was called"
 
@@ -453,6 +474,9 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "req.scheduled": _scheduled,
     "lookup": _lookup,
     "request.new": _new,
+    "transfer.failed": _load_failed,
+    "hold": _held,
+    "release": _released,
     "request.identity": _identity,
     "lookup.namesake": _namesake,
     "lookup.permitted": _permitted,

@@ -9,7 +9,7 @@ import pytest
 
 from kvconform.config.mentioned import unmentioned
 
-BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1"
 SINGLE = 'import beside\nclass C:\n    def f(self): return self.extra.get("store", ""), _["size"]\n'
 
 
@@ -23,7 +23,10 @@ def folder(tmp_path: Path) -> str:
         "unrelated.py": "stroe = 1",
         "derived.py": "from elsewhere.base import Base\nclass C(Base): ...",
         "based.py": f"import abc\nfrom {BASE} import KVConnectorBase_V1 as B\n"
-        "class C(B, abc.ABC): ...\nclass D(Own): ...",
+        "from elsewhere import Statistics\nclass Own(B): ...\nclass S(Statistics): ...\n"
+        "class C(Own, abc.ABC): ...",
+        "vague.py": "class C(make()): ...",
+        "below.py": "from elsewhere.base import Base\nclass B(Base): ...\nclass C(B): ...",
         "mypkg/__init__.py": "",
         "mypkg/conn.py": "class C: ...",
         "mypkg/options.py": 'path = given["path"]',
@@ -55,6 +58,8 @@ def test_a_misspelt_option(folder: str, connector: str, option: str, said: str) 
         ("mypkg.conn:C", "path"),
         ("mypkg.conn:C", "mypkg.path"),  # of options with a prefix
         ("derived:C", "store"),  # which its base may read
+        ("below:C", "store"),
+        ("vague:C", "store"),
         ("absent:C", "x"),
         ("vllm.x:C", "x"),
         ("ExampleConnector", "x"),

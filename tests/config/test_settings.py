@@ -79,6 +79,10 @@ def test_expected_failures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
+        (
+            "[capabilities]\nbest_efort = true",
+            "unknown capability 'best_efort'; did you mean best_effort?",
+        ),
         ("conector = 'a:B'", "unknown setting 'conector'; did you mean 'connector'?"),
         (
             "engine = 'fast'",

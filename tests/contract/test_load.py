@@ -199,6 +199,7 @@ def test_broken_requirements_are_placed(
             ),
         ),
         (("run: {}", "quux: {}"), "there is no step 'quux'; the steps are add, on, step, run,"),
+        (("run: {}", "run"), "a step is a map: write `run: {...}`, or `run: {}`"),
         (("run: {}", "{run: {}, step: 1}"), "a step is a map with one key, one of: add, on, step"),
         (
             ("prompt: 13", "prompt: nine"),

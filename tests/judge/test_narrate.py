@@ -11,7 +11,7 @@ import pytest
 from kvconform.errors import Place
 from kvconform.judge.describe import cause
 from kvconform.judge.narrate import evidence_of, narrate
-from kvconform.judge.records import Row, Verdict
+from kvconform.judge.records import AGAIN, Row, Verdict
 from verdict_rig import AXES, requirement, trace
 
 Event = dict[str, Any]
@@ -20,6 +20,16 @@ CHECKS: dict[str, dict[str, Any]] = {
     "lifecycle.quiet": {"event": "hook.returned", "always": "e.error is None"},
     "load.position": {"event": "kv.wrong", "never": "e.found == 'other_position'"},
     "blocks.owned": {"event": "block", "always": "e.owner"},
+    "load.errors-within-grant": {"event": "transfer.failed", "never": "e.outside_grant"},
+    "lookup.last-token": {"event": "lookup", "always": "e.local"},
+    "save.as-configured": {"event": "lookup.permitted", "always": "e.of"},
+    "recv.completes": {
+        "event": "alloc",
+        "respond": {
+            "then": {"event": "transfer.reported", "where": "e.transfer == t.transfer"},
+            "by": {"event": "run.end"},
+        },
+    },
     "compose.null-effect": {
         "relate": {
             "runs": ["connector", "no-connector"],
@@ -132,3 +142,87 @@ def test_what_is_said_about_another_run_comes_last() -> None:
     assert (told(row, sample).message or "").endswith(" is 5; without it: 6")
     row = failed("compose.null-effect", 1, message="without it: 6", check=None)
     assert told(row, RAISED).message == "without it: 6", "not about the event that is compared"
+
+
+@pytest.mark.parametrize(
+    ("before", "again"), [([5, 6], True), ([5], False), ([], False), ([7, 6, 5], True)]
+)
+def test_blocks_that_are_reported_again_are_another_cause(before: list[int], again: bool) -> None:
+    """A set that is never emptied names what was reported; a load beyond its grant does not."""
+    report = {
+        "kind": "transfer.failed",
+        "req": None,
+        "transfer": None,
+        "rank": 0,
+        "blocks": [5, 6],
+        "outside_grant": [5, 6],
+    }
+    first = {**report, "blocks": before, "outside_grant": []}
+    row = told(failed("load.errors-within-grant", 2), first, report)
+    assert (AGAIN in row.cause) == again
+    elsewhere = told(failed("load.errors-within-grant", 2), {**first, "rank": 1}, report)
+    assert AGAIN not in elsewhere.cause
+
+
+@pytest.mark.parametrize(
+    ("tokens", "local", "computed", "known", "expected"),
+    [
+        (20, 8, 21, 21, True),  # 12 would be right
+        (20, 0, 21, 21, False),  # vLLM has nothing to add
+        (20, 8, 16, 24, False),  # more than was stored
+        (21, 8, 21, 21, False),  # the last token has to be computed
+        (None, 8, 21, 21, False),
+        (0, 8, 21, 21, False),
+    ],
+)
+def test_a_hit_that_is_right_alone(
+    tokens: int | None, local: int, computed: int, known: int, expected: bool
+) -> None:
+    asked = {
+        "kind": "lookup",
+        "req": "a",
+        "tokens": tokens,
+        "local": local,
+        "known": known,
+        "ever_computed": computed,
+        "ever_plain": computed,
+        "is_async": False,
+    }
+    assert told(failed("lookup.last-token", 1), asked).adds_to_itself is expected
+
+
+@pytest.mark.parametrize(
+    ("end", "prompts", "said"),
+    [(20, 17, True), (20, 16, False), (24, 17, False), (16, 17, False), (20, None, False)],
+)
+def test_a_claim_that_ends_with_the_block_of_the_prompts_end(
+    end: int, prompts: int | None, said: bool
+) -> None:
+    claim = {
+        "kind": "lookup.permitted",
+        "req": "a",
+        "end": end,
+        "local": 0,
+        "prompts": prompts,
+        "allowed": 30,
+        "of": None,
+    }
+    message = str(told(failed("save.as-configured", 1), claim).message)
+    assert ("that is 17, the end of a prompt, rounded up to whole blocks" in message) == said
+
+
+@pytest.mark.parametrize(("transfer", "said"), [("t", True), ("u", False)])
+def test_a_load_that_is_never_reported_says_whether_it_failed(transfer: str, said: bool) -> None:
+    grant = {
+        "kind": "alloc",
+        "req": "a",
+        "external": 8,
+        "local": 0,
+        "blocks": [4, 5],
+        "transfer": "t",
+        "is_async": True,
+    }
+    report = {"kind": "transfer.failed", "req": "a", "transfer": transfer, "rank": 0}
+    row = told(failed("recv.completes", 1), grant, {**report, "blocks": [4], "outside_grant": []})
+    assert row.headline == "an asynchronous load was never reported as finished"
+    assert ("its load failed in step" in str(row.message)) == said

@@ -390,3 +390,38 @@ def test_an_engine_that_lost_track_by_a_changed_output_is_no_excuse() -> None:
 def test_a_changed_output_explains_no_requirement() -> None:
     found = verdicts([UNTOUCHED, requirement("a.b")], built(True), lookup(False))
     assert found["a.b"].verdict is Verdict.FAIL
+
+
+OUTSIDE = requirement(
+    "load.errors-within-grant", level="MUST NOT", event="transfer.failed", never="e.outside_grant"
+)
+
+
+def reported(*blocks: int) -> dict[str, Any]:
+    """A report of failed blocks that no load was to fill."""
+    return {
+        "kind": "transfer.failed",
+        "req": None,
+        "is_async": False,
+        "blocks": list(blocks),
+        "outside_grant": list(blocks),
+    }
+
+
+def test_what_the_engine_does_upon_a_report_of_other_blocks_is_not_its_fault() -> None:
+    found = verdicts([OUTSIDE, GUARANTEE, requirement("a.b")], reported(9), lookup(False))
+    row = found["engine.tells"]
+    assert (row.verdict, row.blocked_by) == (Verdict.BLOCKED, "load.errors-within-grant")
+    assert found["a.b"].verdict is Verdict.FAIL, "it explains no requirement"
+    before = verdicts([OUTSIDE, GUARANTEE], lookup(False), reported(9))
+    assert before["engine.tells"].verdict is Verdict.FAIL
+
+
+def test_what_is_taken_back_explains_no_guarantee() -> None:
+    """The engine had lost track of a request before blocks were reported."""
+    lost = [{**each, "outside_grant": []} for each in LOST]
+    found = verdicts([OUTSIDE, GUARANTEE], *lost, reported(9), lookup(False))
+    assert found["load.errors-within-grant"].verdict is Verdict.UNSUPPORTED
+    assert found["engine.tells"].verdict is Verdict.FAIL
+    after = verdicts([OUTSIDE, requirement("a.b")], reported(9), *lost, lookup(False))
+    assert after["a.b"].verdict is Verdict.UNSUPPORTED, "a report changes no objects"

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvconform.report import layout
-from kvconform.report.timeline import fit, shorten
+from kvconform.report.timeline import fit, render, shorten
 from kvconform.words import many
 
 
@@ -67,3 +67,37 @@ def test_a_long_excerpt_keeps_its_beginning_and_its_end() -> None:
     words = [line.split()[0] for line in shown]
     assert words == ["0", "1", "2", "...", "11", "12", "13", "14", ">"]
     assert len(fit(shorten(lines, 20, 9), 20)) <= 9
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            {"kind": "request.new", "req": "a", "generation": 0},
+            "request     a is new, on_new_request was called",
+        ),
+        (
+            {
+                "kind": "transfer.failed",
+                "req": "a",
+                "blocks": [4, 5, 9],
+                "outside_grant": [9],
+            },
+            "failed      blocks 4-5, 9 of a, of which 9 belong to no load,",
+        ),
+        (
+            {"kind": "transfer.failed", "req": None, "blocks": [4], "outside_grant": []},
+            "failed      block 4, as the connector reports",
+        ),
+        (
+            {"kind": "hold", "req": "b", "direction": "recv", "cause": "async load"},
+            "hold        the engine waits for the load of b (async load)",
+        ),
+        (
+            {"kind": "release", "req": "b", "direction": "send", "cause": "reported"},
+            "release     the engine waits no longer for the send of b (reported)",
+        ),
+    ],
+)
+def test_events_of_requests_and_transfers_in_words(event: dict[str, object], line: str) -> None:
+    assert line in render([{"seq": 0, "step": 1, **event}], None)[0]

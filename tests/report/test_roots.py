@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvconform.judge.foreign import UNHEARD
-from kvconform.judge.records import FAILED_LOAD, Row, Verdict
+from kvconform.judge.records import AGAIN, FAILED_LOAD, Row, Verdict
 from kvconform.report.roots import Root, roots
 from kvconform.report.stage import Stage, stage
 
@@ -96,10 +96,13 @@ def test_saves_that_came_too_late_are_one_mistake() -> None:
 
 
 def test_wiped_memory_is_what_a_late_save_finds_as_well() -> None:
-    late = [told("save.owned", case, "save", None) for case in ("c", "d")]
+    late = [row("save.owned", case, cause="other_request") for case in ("c", "d")]
     wiped = row("save.owned", "e", cause="poison")
     assert shape(roots([wiped, *late])) == [("save.owned", ["save.owned"], [])]
     assert roots([wiped, *late])[0].group == late and roots([wiped, *late])[0].number == 0
+    wiped.cause = ("torn",)
+    assert len(roots([wiped, *late])) == 2, "not late, but written meanwhile"
+    wiped.cause = ("poison",)
     for each in late:
         each.outdated = ("a", 5)
     assert len(roots([wiped, *late])) == 2, "those are by an outdated table"
@@ -116,6 +119,9 @@ def test_a_load_beyond_its_grant_writes_and_reports_beyond_it() -> None:
     outside = [row("load.errors-within-grant", case) for case in "fghijk"]
     [root] = roots([*outside, *shared, foreign])
     assert root.group == shared and root.failed == ["load.errors-within-grant", "load.only-grant"]
+    for each in outside:
+        each.cause += (AGAIN,)
+    assert len(roots([*outside, *shared, foreign])) == 2, "a set that is never emptied"
     for each in (*shared, foreign):
         each.hook = "save_kv_layer"
     assert len(roots([*outside, *shared, foreign])) == 3, "no load wrote there"
@@ -131,6 +137,10 @@ def test_hits_that_are_right_without_what_is_added_to_them_are_one_mistake() -> 
     assert root.row.requirement == "lookup.beyond-local" and root.number == 3
     [root] = roots(rows[:-1])
     assert root.row.requirement == "lookup.truth", "that of most runs, with none beyond the request"
+    rows[-1].gating = False
+    [root] = roots(rows)
+    assert root.row.requirement == "lookup.truth", "what counts is not below what does not"
+    rows[-1].gating = True
     rows[0].adds_to_itself = False
     assert len(roots(rows)) > 1, "one of them is wrong without it as well"
 
@@ -149,6 +159,15 @@ def test_keys_that_leave_out_what_tells_requests_apart_are_one_mistake() -> None
     ]
     load.differs = ("items",)
     assert len(roots([adapter, *salts, load])) == 2, "no lookup leaves out items"
+    load.differs = ()
+    assert len(roots([adapter, *salts, load])) == 2, "nothing is known of it"
+    load.differs, adapter.differs = ("salt",), ("model",)
+    assert len(roots([adapter, *salts, load])) == 2, "other keys have the model"
+    adapter.differs = ("adapter",)
+    for each in salts:
+        each.gating = False
+    found = [root.group for root in roots([adapter, *salts])]
+    assert found == [[adapter], salts], "what counts is not below what does not"
     assert roots([load])[0].row is load
 
 
@@ -162,6 +181,39 @@ def test_kv_of_another_rank_may_be_that_of_no_rank() -> None:
     assert shape(roots([*zeros, swapped])) == [("layout.halves", ["save.confirmed"], [])]
     swapped.cause = ("kv_swapped",)
     assert len(roots([*zeros, swapped])) == 2, "of the same rank"
+
+
+def test_leaders_that_go_round_in_a_circle_are_none() -> None:
+    """Of saves with more than four causes, the last ones share a group, whatever tells of them."""
+    saves = [row("save.confirmed", f"c{number}", cause=f"cause {number}") for number in range(3)]
+    upon = row("save.confirmed", "q")
+    upon.cause += (FAILED_LOAD,)
+    later = [told("save.confirmed", case, "save", ("a", 5)) for case in "stu"]
+    missing = [row("load.complete-or-failed", case) for case in "qstu"]
+    for each in missing:
+        each.suspected = ("a", 5)
+    load = told("load.position", "z", "load", ("a", 5))
+    found = roots([*saves, upon, *later, *missing, load])
+    assert sum(len(root.group) + sum(map(len, root.consequences)) for root in found) == 12
+
+
+def test_what_fails_in_nearly_all_runs_explains() -> None:
+    saves = [row("save.confirmed", f"c{number}") for number in range(9)]
+    claims = [row("lookup.truth", f"c{number}") for number in range(10)]
+    assert shape(roots([*saves, *claims])) == [("save.confirmed", ["lookup.truth"], [])]
+    assert len(roots([*saves[1:], *claims])) == 2
+
+
+def test_of_saves_and_loads_the_more_frequent_is_first() -> None:
+    rare = row("save.owned", "a")
+    claims = [row("lookup.truth", f"c{number}") for number in range(20)]
+    often = [row("load.position", f"d{number}") for number in range(20)]
+    found = roots([rare, *claims, *often])
+    assert [root.row.requirement for root in found] == [
+        "load.position",
+        "save.owned",
+        "lookup.truth",
+    ]
 
 
 def test_a_save_of_what_a_load_left_out_follows_that_load() -> None:

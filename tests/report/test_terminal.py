@@ -328,6 +328,9 @@ def test_next_to_failures_only_the_first_recommendations_are_named() -> None:
     lines = printed(found)
     assert rest > 9 and f"and {rest} more recommendations or risks (-v)" in lines
     assert sum(line.startswith("   where: ") for line in lines) == sections.ADVICE
+    few = collector()
+    judged(few, SAVE, *(failure(name) for name in names[: sections.ADVICE + 1]))
+    assert sum(line.startswith("   where: ") for line in printed(few)) == sections.ADVICE + 1
     found.settings.verbose = True
     assert not any("more recommendations" in line for line in printed(found))
 
