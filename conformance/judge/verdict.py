@@ -196,8 +196,8 @@ def _excuse(
     """Take back failures that were detected after the engine lost track of a request.
 
     An obligation that was open then may be one that the engine gave no more chance to meet. This
-    also concerns comparisons with such a run. Guarantees keep their verdicts, but what is
-    taken back explains none of them. An engine whose objects the connector had changed before is no
+    also concerns comparisons with such a run. Guarantees keep their verdicts, but what is taken
+    back did not mislead the engine. An engine whose objects the connector had changed before is no
     excuse. Changes the rows.
     """
     since = {name: found for name, run in runs.items() if (found := lost(run.trace)) is not None}
@@ -221,7 +221,7 @@ def _excuse(
             row.blocked_by = None
             excused.add(req.id)
     for req, row in watched:
-        if req.kind == "guarantee" and row.blocked_by in excused:
+        if req.kind == "guarantee" and row.blocked_by in excused.intersection(MISLEADING):
             row.verdict, row.blocked_by = Verdict.FAIL, None
 
 

@@ -423,5 +423,11 @@ def test_what_is_taken_back_explains_no_guarantee() -> None:
     found = verdicts([OUTSIDE, GUARANTEE], *lost, reported(9), lookup(False))
     assert found["load.errors-within-grant"].verdict is Verdict.UNSUPPORTED
     assert found["engine.tells"].verdict is Verdict.FAIL
+    broken = requirement("hook.no-raise", event="sample", always="e.token")
+    sample = {"kind": "sample", "req": "a", "generation": 0, "token": 0}
+    crash = {"kind": "engine.crash", "where": "engine", "error": "x", "hook": None}
+    crashed = verdicts([broken, GUARANTEE], *lost, sample, crash, lookup(False))
+    assert crashed["hook.no-raise"].verdict is Verdict.UNSUPPORTED
+    assert crashed["engine.tells"].verdict is Verdict.BLOCKED, "the crash still explains it"
     after = verdicts([OUTSIDE, requirement("a.b")], reported(9), *lost, lookup(False))
     assert after["a.b"].verdict is Verdict.UNSUPPORTED, "a report changes no objects"
