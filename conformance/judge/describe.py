@@ -844,9 +844,7 @@ def headline(
 
 def _unheard(e: Event) -> str:
     """Return UNHEARD for a hit of a request of which nothing was ever computed in its run."""
-    tokens = e["tokens"]
-    hit = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens > 0
-    return UNHEARD if hit and not max(e["ever_computed"], e["ever_plain"]) else ""
+    return UNHEARD if _is_hit(e) and not max(e["ever_computed"], e["ever_plain"]) else ""
 
 
 def adds_to_itself(e: Event) -> bool:
@@ -854,9 +852,14 @@ def adds_to_itself(e: Event) -> bool:
 
     It is no longer than what was stored for the request then, while vLLM adds its own hit to it.
     """
+    most = min(e["ever_computed"], e["known"] - 1)
+    return _is_hit(e) and e["local"] > 0 and e["tokens"] <= most
+
+
+def _is_hit(e: Event) -> bool:
+    """Return whether the answer to a lookup is a positive number."""
     tokens = e["tokens"]
-    hit = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens > 0
-    return hit and e["local"] > 0 and tokens <= e["ever_computed"] and tokens < e["known"]
+    return isinstance(tokens, int) and not isinstance(tokens, bool) and tokens > 0
 
 
 def _answer(e: Event) -> str:

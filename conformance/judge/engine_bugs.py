@@ -93,22 +93,6 @@ def note_unfilled(trace: Trace) -> None:
                 trace.amend(alloc, unfilled=unfilled)
 
 
-TELLING = frozenset(
-    {
-        "alloc",
-        "lookup",
-        "relay.broken",
-        "req.finished",
-        "req.scheduled",
-        "req.state",
-        "run.end",
-        "sample",
-        "transfer.failed",
-    }
-)
-"""Kinds of events by which `lost` decides; most of a trace is of other kinds."""
-
-
 def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
     """Return when the engine first lost track of a request, as a seq and a sentence, or None.
 
@@ -122,8 +106,6 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
     waiting: dict[tuple[str | None, str], tuple[int, str]] = {}  # starved requests
     for e in trace:
         kind = e["kind"]
-        if kind not in TELLING:
-            continue
         if kind == "req.finished" or (kind == "req.state" and e["reason"] == "rollback"):
             unheard.discard(e["req"])
         if kind == "lookup" and e.get("starved"):

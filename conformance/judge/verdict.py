@@ -150,10 +150,10 @@ def judge(
     `consequence` requirement is also explained by any MUST that failed at the same event or
     earlier. A violation of a guarantee is also explained by an earlier change of the same engine's
     objects, by an earlier report of blocks as failed that no load was to fill, or by a wrong claim
-    of a lookup of its request: the engine goes on with these. What
-    follows after the engine lost track of a request (kvconform.judge.engine_bugs) is UNSUPPORTED.
-    SHOULD and MAY get the same verdicts, and so do requirements in a situation that no vLLM brings
-    about (`beyond`), but these count (`gating`) only with `strict`. A guarantee never counts.
+    of a lookup of its request: the engine goes on with these. What follows after the engine lost
+    track of a request (kvconform.judge.engine_bugs) is UNSUPPORTED. SHOULD and MAY get the same
+    verdicts, and so do requirements in a situation that no vLLM brings about (`beyond`), but these
+    count (`gating`) only with `strict`. A guarantee never counts.
     """
     main = runs["connector"]
     rows: list[Row] = []
@@ -342,9 +342,8 @@ class _Blame:
         self.crash = crash
         self.failures: list[tuple[int, str]] = []
         self.detected: dict[str, int] = {}  # requirement -> when its first violation was detected
-        # engine -> when it was first misled, and the requirement that this fails
-        self.misled: dict[str | None, tuple[int, str]] = {}
-        self.changes: list[int] = []  # when objects of an engine were changed
+        # engine and requirement -> when failing the requirement first misled the engine
+        self.misled: dict[tuple[str | None, str], int] = {}
         # engine and request -> the first wrong claim of a lookup, and the requirement that it fails
         self.claims: dict[tuple[str | None, str | None], tuple[int, str]] = {}
 
@@ -368,12 +367,8 @@ class _Blame:
                     self.claims[whose] = min(claim, self.claims.get(whose, claim))
             if req.id in MISLEADING:
                 for violation in monitor.violations:
-                    misled = (violation.seq, req.id)
-                    self.misled[violation.engine] = min(
-                        misled, self.misled.get(violation.engine, misled)
-                    )
-            if req.id in UNTOUCHED:
-                self.changes += [violation.seq for violation in monitor.violations]
+                    key = violation.engine, req.id
+                    self.misled[key] = min(violation.seq, self.misled.get(key, violation.seq))
         self.detected[req.id] = first.seq
         row.step = first.step
         row.req = first.req
@@ -410,14 +405,19 @@ class _Blame:
             ]
             if causes:
                 return min(causes)[1]
-        misled = self.misled.get(violation.engine)
-        if req.kind == "guarantee" and misled is not None and misled[0] < violation.seq:
-            return misled[1]
+        if req.kind == "guarantee":
+            misled = [
+                (seq, name)
+                for (engine, name), seq in self.misled.items()
+                if engine == violation.engine and seq < violation.seq
+            ]
+            if misled:
+                return min(misled)[1]
         return CRASH if after_crash else None
 
     def changed_before(self, seq: int) -> bool:
         """Return whether the connector had changed an engine's objects before this time."""
-        return any(changed < seq for changed in self.changes)
+        return any(name in UNTOUCHED and first < seq for (_, name), first in self.misled.items())
 
     def before_crash(self) -> str:
         """Return the requirement, or CRASH, that explains why the run was cut short.

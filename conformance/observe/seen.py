@@ -66,7 +66,7 @@ class Seen:
         self._looked_up_tokens += request.num_tokens
         answered = isinstance(call.result, tuple) and call.result[0] is not None
         if request.skip_reading_prefix_cache:
-            # Nor does what an aborted request with this id has asked for count.
+            # Nothing is missed; an aborted request with this id may have asked before.
             self._asked.pop(request.request_id, None)
         elif call.legal and answered:
             local = call.arg(1, "num_computed_tokens")

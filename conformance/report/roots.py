@@ -105,7 +105,7 @@ class Root:
 
     @property
     def failed(self) -> list[str]:
-        """The requirements that fail because of this, the root cause's own among them at times."""
+        """The requirements that fail because of this. The root cause's own may be one of them."""
         return list(dict.fromkeys(group[0].requirement for group in self.consequences))
 
     @property
@@ -254,8 +254,8 @@ def _leader(
     (`_of_others`, `_of_other_ranks`, `_alike`).
     """
     first = group[0]
-    if first.requirement in HITS and (added := _added_to_its_own(groups)):
-        return None if added[0] is group else added[0]
+    if first.requirement in HITS and (added := _added_to_its_own(groups)) is not None:
+        return None if added is group else added
     if (found := _of_others(group, groups)) is not None:
         return found
     if (found := _of_other_ranks(group, groups)) is not None:
@@ -290,8 +290,12 @@ def _of_other_ranks(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[R
     """
     if any(row.rank is None for row in group):
         return None
-    mixed = [one for one in groups if one[0].requirement == HALVES and SWAPPED in one[0].cause]
-    mixed = [one for one in mixed if all(row.rank is not None for row in one)]
+    mixed = [
+        one
+        for one in groups
+        if one[0].requirement == HALVES and SWAPPED in one[0].cause
+        if all(row.rank is not None for row in one)
+    ]
     return None if any(one is group for one in mixed) else _most(group, mixed)
 
 
@@ -321,19 +325,16 @@ def _is_of_request(group: Sequence[Row]) -> bool:
     return all(row.differs and "model" not in row.differs for row in group)
 
 
-def _added_to_its_own(groups: Sequence[list[Row]]) -> list[list[Row]]:
-    """Return the groups of hits if all are too long because vLLM adds them to its own; else none.
+def _added_to_its_own(groups: Sequence[list[Row]]) -> list[Row] | None:
+    """Return the hits that say best that all are too long because vLLM adds them to its own.
 
-    The first says it best. Hits that are too long for another reason may look alike where vLLM has
+    None if that is not so. Hits that are too long for another reason may look alike where vLLM has
     a hit of its own; but then others are too long where it has none.
     """
     hits = [group for group in groups if group[0].requirement in HITS]
     if not all(row.adds_to_itself for group in hits for row in group):
-        return []
-    return sorted(
-        hits,
-        key=lambda group: (not group[0].gating, group[0].requirement != BEYOND, -len(group)),
-    )
+        return None
+    return min(hits, key=lambda one: (not one[0].gating, one[0].requirement != BEYOND, -len(one)))
 
 
 def _alike(

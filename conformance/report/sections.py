@@ -55,8 +55,8 @@ def print_failures(
 
     With `verbose`, all sections are whole. A consequence names its root cause. What is only a risk
     or a recommendation has no section otherwise, and next to failures only the first few of these
-    have a line. Without `verbose`, the first root cause takes at
-    most `room` lines if its excerpt can be shortened so far.
+    have a line; they are the last of `found`. Without `verbose`, the first root cause takes at most
+    `room` lines if its excerpt can be shortened so far.
     """
     if not found:
         return
@@ -64,15 +64,14 @@ def print_failures(
     named = None if verbose else NAMED
     console.print()
     with console.capture() as first:
-        _overview(console, 1, found[0], place=found[0] not in sections, most=named)
-    shown = list(found)
-    others = [root for root in found if root not in sections]
-    if sections and len(others) > ADVICE + 1:
-        shown = [root for root in found if root not in others[ADVICE:]]
-    for number, root in enumerate(shown, 1):
-        _overview(console, number, root, place=root not in sections, most=named)
-    if len(found) > len(shown):
-        text = f"and {len(found) - len(shown)} more recommendations or risks (-v)"
+        _overview(console, 1, found[0], place=not sections, most=named)
+    shown = len(sections) + ADVICE
+    if not sections or len(found) == shown + 1:
+        shown = len(found)
+    for number, root in enumerate(found[:shown], 1):
+        _overview(console, number, root, place=number > len(sections), most=named)
+    if len(found) > shown:
+        text = f"and {len(found) - shown} more recommendations or risks (-v)"
         console.print(Text(text, style="bold"), soft_wrap=True)
     for number, root in enumerate(sections, 1):
         if number > 1 and not verbose:

@@ -307,16 +307,10 @@ def _load_failed(e: Event) -> tuple[str, str]:
     return "failed", f"{text}, as the connector reports"
 
 
-def _held(e: Event) -> tuple[str, str]:
-    return e["kind"], f"the engine waits for the {_transfer(e)} ({e['cause']})"
-
-
-def _released(e: Event) -> tuple[str, str]:
-    return e["kind"], f"the engine waits no longer for the {_transfer(e)} ({e['cause']})"
-
-
-def _transfer(e: Event) -> str:
-    return f"{'load' if e['direction'] == 'recv' else 'send'} of {e['req']}"
+def _waits(e: Event) -> tuple[str, str]:
+    waits = "waits" if e["kind"] == "hold" else "waits no longer"
+    transfer = "load" if e["direction"] == "recv" else "send"
+    return e["kind"], f"the engine {waits} for the {transfer} of {e['req']} ({e['cause']})"
 
 
 def _new(e: Event) -> tuple[str, str]:
@@ -475,8 +469,8 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "lookup": _lookup,
     "request.new": _new,
     "transfer.failed": _load_failed,
-    "hold": _held,
-    "release": _released,
+    "hold": _waits,
+    "release": _waits,
     "request.identity": _identity,
     "lookup.namesake": _namesake,
     "lookup.permitted": _permitted,

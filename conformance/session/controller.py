@@ -67,6 +67,12 @@ Listener = Callable[[CaseReport, Lines, float], None]
 """Function that gets the result of each run, the lines that it executed, and its seconds."""
 
 
+class GaveUp(KvconformError):
+    """A run that was ended because the connector's failures cost too much time. Exit code 1."""
+
+    code = 1
+
+
 class Controller:
     """State of one run, registered as a pytest plugin.
 
@@ -126,7 +132,6 @@ class Controller:
         self._troubles = 0
         self._ran_something = False
         self._lost = 0.0
-        self._gave_up = False
         self.in_doubt = False
         """Whether a run loaded KV of another run: other runs may have, without a proof."""
 
@@ -331,14 +336,13 @@ class Controller:
             self._lost += REPLACED
             if row.requirement == crash.HANG:
                 self._lost += self.settings.hook_timeout
-            if self._lost >= PATIENCE and len(self.collector.missing()) > 0:
-                self._gave_up = True
-                error = KvconformError(
-                    f"gave up: {row.requirement} fails again and again, which costs"
-                    f" {REPLACED:g} s or more each time; mend that first (-k {row.case})"
+            if self._lost >= PATIENCE and self.collector.missing():
+                self.stop(
+                    GaveUp(
+                        f"gave up: {row.requirement} fails again and again, which costs"
+                        f" {REPLACED:g} s or more each time; mend that first (-k {row.case})"
+                    )
                 )
-                error.code = 1
-                self.stop(error)
 
     def header(self) -> HeaderLine:
         """Return the report's first line, with what is known so far."""
@@ -386,7 +390,7 @@ class Controller:
         """Write and print all reports, and return the exit code."""
         complete = not self.collector.missing()
         rows, found = self.collector.finish(date.today(), complete=complete)
-        if self._gave_up:
+        if isinstance(self.problem, GaveUp):
             found.verdict = "nonconformant"
         if self.problem is not None:
             found.reasons.append(self.problem.message)

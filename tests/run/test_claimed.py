@@ -96,7 +96,7 @@ def test_a_request_that_is_alike_is_no_namesake(tmp_path: Path) -> None:
 
 
 def test_a_namesake_is_found_behind_other_events_of_the_lookup(tmp_path: Path) -> None:
-    """A connector that declares to save prompts only is told what it was permitted to save."""
+    """For a connector that declares to save prompts only, the event lookup.permitted is between."""
     variant = SPEC.cases["identity.salt"].variants(["reference"], None)[0]
     target = Target(
         "kvconform.refimpl.defects.identity:NoSalt",
