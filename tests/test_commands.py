@@ -76,14 +76,14 @@ def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (
             ("run", "--engine", "fast"),
             (
-                "kvconform: the command line: engine: input should be 'reference', 'vllm', 'live' "
+                "kvconform: --engine: input should be 'reference', 'vllm', 'live' "
                 "or 'all' (it is"
             ),
         ),
         (
             ("run", "-n", "0"),
             (
-                "kvconform: the command line: workers: input should be greater than or equal to 1 "
+                "kvconform: --workers: input should be greater than or equal to 1 "
                 "(it is 0)"
             ),
         ),

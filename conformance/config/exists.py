@@ -20,6 +20,8 @@ from kvconform.compat.installed import may_provide
 from kvconform.errors import UsageError, did_you_mean
 
 _CONNECTOR = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*")
+_SOURCES = 500
+"""Most sources of a folder that are searched for a class."""
 HARMLESS = sys.stdlib_module_names | {"numpy", "torch", "vllm"}
 """Packages after whose import the same packages can be imported as before it."""
 
@@ -112,8 +114,8 @@ def _check_registered(name: str, pythonpath: Sequence[str] = ()) -> None:
     except (OSError, SyntaxError):
         return
     if known and name not in known:
-        close = _hint_at_classes(name, pythonpath) or did_you_mean(name, known)
-        close = close or f"; it knows {', '.join(known)}"
+        close = _hint_at_classes(name, pythonpath) or _hint_at_places(name, pythonpath)
+        close = close or did_you_mean(name, known) or f"; it knows {', '.join(known)}"
         raise UsageError(
             f"vLLM knows no connector named {name!r}: give it as package.module:Class{close}"
         )
@@ -183,6 +185,28 @@ def _hint_at_classes(name: str, pythonpath: Sequence[str]) -> str:
         return ""
     classes = [f"{name}:{each}" for each in _connectors_in(tree)]
     return f"; did you mean {' or '.join(classes)}?" if classes else ""
+
+
+def _hint_at_places(name: str, pythonpath: Sequence[str]) -> str:
+    """Return `; did you mean module:Class?` with classes of this name below `pythonpath`, or "".
+
+    Looks into modules and into those of packages, one level deep. Imports nothing.
+    """
+    found = []
+    for place in map(Path, pythonpath):
+        for source in sorted([*place.glob("*.py"), *place.glob("*/*.py")])[:_SOURCES]:
+            parts = source.relative_to(place).with_suffix("").parts
+            packages = [place.joinpath(*parts[:depth]) for depth in range(1, len(parts))]
+            if not all((package / "__init__.py").is_file() for package in packages):
+                continue
+            try:
+                tree = ast.parse(source.read_text(encoding="utf-8"))
+            except (SyntaxError, OSError, ValueError):
+                continue
+            if any(isinstance(node, ast.ClassDef) and node.name == name for node in tree.body):
+                module = ".".join(parts).removesuffix(".__init__")
+                found.append(f"{module}:{name}")
+    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def _connectors_in(tree: ast.Module) -> list[str]:

@@ -54,6 +54,9 @@ REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 ENGINES = ("reference", "vllm")
 SCHEDULINGS = ("sync", "async")
 PLACEHOLDERS = ("tmp", "block_size")
+COMMAND_LINE = "the command line"
+_REPEATED = {"adapters": "adapter", "cases": "case"}
+"""Settings with several values whose option, which is given once for each, is named by one."""
 """What a run replaces in the strings of `extra_config`, in braces (Target.options)."""
 HASH_SEED = "PYTHONHASHSEED"
 """Variable of `env` that every interpreter must have from its start."""
@@ -252,7 +255,7 @@ def load(given: dict[str, Any], *, file: str | None = None, start: Path | None =
     else:
         path, found = _search((start or Path.cwd()).resolve())
     settings = _validate(found, str(path)) if path else Settings()
-    given_here = _validate(own, "the command line")
+    given_here = _validate(own, COMMAND_LINE)
     names = [key.replace("-", "_") for key in own]
     merged = settings.model_copy(update={name: getattr(given_here, name) for name in names})
     merged.expected_failures = settings.expected_failures
@@ -324,7 +327,7 @@ def _table(path: Path) -> dict[str, Any] | None:
 
 def _validate(raw: dict[str, Any], place: str) -> Settings:
     known = set(Settings.model_fields) - {"file"}
-    if place != "the command line":
+    if place != COMMAND_LINE:
         known -= {"arguments", "catalogue"}
     data = {}
     for key, value in raw.items():
@@ -343,12 +346,16 @@ def _validate(raw: dict[str, Any], place: str) -> Settings:
         raise UsageError(f"{place}: {error.message}") from None
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in problem["loc"])
+        name, *below = map(str, problem["loc"])
+        if place == COMMAND_LINE:
+            where = "--" + _REPEATED.get(name, name).replace("_", "-")
+        else:
+            where = f"{place}: {'.'.join([name, *below])}"
         sentence = problem["msg"].removeprefix("Value error, ")
         given = f" (it is {problem['input']!r})"
         if problem["type"] in ("missing", "extra_forbidden"):
             given = ""
-        raise UsageError(f"{place}: {where}: {sentence[0].lower()}{sentence[1:]}{given}") from None
+        raise UsageError(f"{where}: {sentence[0].lower()}{sentence[1:]}{given}") from None
 
 
 def _dates_as_text(entry: Any) -> Any:

@@ -182,13 +182,13 @@ def complete(declared: dict[str, Any]) -> dict[str, Any]:
 
     UsageError for an unknown name or a value of the wrong type.
     """
+    if unknown := [name for name in declared if name not in CAPABILITIES]:
+        hints = [did_you_mean(name, CAPABILITIES, 1) for name in unknown]
+        all_known = "" if all(hints) else f"; known are {', '.join(sorted(CAPABILITIES))}"
+        each = [f"unknown capability {name!r}{hint}" for name, hint in zip(unknown, hints, strict=True)]
+        raise UsageError(" ".join(each) + all_known)
     for name, value in declared.items():
-        known = CAPABILITIES.get(name)
-        if known is None:
-            all_known = f"; known are {', '.join(sorted(CAPABILITIES))}"
-            hint = did_you_mean(name, CAPABILITIES, 1) or all_known
-            raise UsageError(f"unknown capability {name!r}{hint}")
-        known.check(name, value)
+        CAPABILITIES[name].check(name, value)
     operations = declared.get("controller", ())
     if operations and "lookup" not in operations:
         raise UsageError(

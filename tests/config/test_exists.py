@@ -78,9 +78,11 @@ def test_what_does_not_exist_is_refused(folder: Path, name: str, text: str) -> N
         ("kvdir", "did you mean kvdir:DirConnector\\?$"),
         ("two", "did you mean two:A or two:B\\?$"),
         ("reexports", "did you mean reexports:DirConnector\\?$"),
+        ("DirConnector", "did you mean kvdir:DirConnector or pack.conn:DirConnector\\?$"),
+        ("Other", "did you mean kvdir:Other\\?$"),
     ],
 )
-def test_a_module_is_answered_with_its_connectors(tmp_path: Path, name: str, text: str) -> None:
+def test_a_module_or_class_alone_is_answered_with_both(tmp_path: Path, name: str, text: str) -> None:
     pytest.importorskip("vllm")
     base = "from vllm.x.base import KVConnectorBase_V1, KVConnectorMetadata\n"
     files = {
@@ -88,8 +90,12 @@ def test_a_module_is_answered_with_its_connectors(tmp_path: Path, name: str, tex
         "class DirConnector(KVConnectorBase_V1): ...\nclass Other: ...\n",
         "two.py": f"{base}class A(KVConnectorBase_V1): ...\nclass B(KVConnectorBase_V1): ...\n",
         "reexports.py": f"{base}from kvdir import DirConnector\n",
+        "pack/__init__.py": "",
+        "pack/conn.py": "class DirConnector: ...\n",
+        "no_package/conn.py": "class DirConnector: ...\n",
     }
     for file, source in files.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(source, encoding="utf-8")
     with pytest.raises(UsageError, match=text):
         check_connector_exists(name, [str(tmp_path)])

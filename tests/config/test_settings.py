@@ -83,6 +83,11 @@ def test_expected_failures(tmp_path: Path) -> None:
             "[capabilities]\nbest_efort = true",
             "unknown capability 'best_efort'; did you mean best_effort?",
         ),
+        (
+            "[capabilities]\nbest_efort = true\nhmma = true",
+            "unknown capability 'best_efort'; did you mean best_effort? "
+            "unknown capability 'hmma'; did you mean hma?",
+        ),
         ("conector = 'a:B'", "unknown setting 'conector'; did you mean 'connector'?"),
         (
             "engine = 'fast'",
