@@ -185,7 +185,9 @@ def complete(declared: dict[str, Any]) -> dict[str, Any]:
     if unknown := [name for name in declared if name not in CAPABILITIES]:
         hints = [did_you_mean(name, CAPABILITIES, 1) for name in unknown]
         all_known = "" if all(hints) else f"; known are {', '.join(sorted(CAPABILITIES))}"
-        each = [f"unknown capability {name!r}{hint}" for name, hint in zip(unknown, hints, strict=True)]
+        each = [
+            f"unknown capability {name!r}{hint}" for name, hint in zip(unknown, hints, strict=True)
+        ]
         raise UsageError(" ".join(each) + all_known)
     for name, value in declared.items():
         CAPABILITIES[name].check(name, value)

@@ -5,9 +5,10 @@ A failure is a consequence if others, of earlier stages, failed in nearly all of
 block tables tell goes before the order of stages: saves and loads that went wrong by outdated
 tables are one mistake, and those that fail in most runs say most about it. So is a load of which
 one failure tells where the bytes were, and another one only that they are not there. So is a load
-that wrote elsewhere and, in the same step, left out what it was to bring. So are wrong hits that
-would all be right if vLLM did not add them to its own, and failures of one kind: late saves, loads
-beyond their grant, keys that leave out what tells requests apart.
+that wrote elsewhere and, in the same step, left out what it was to bring; or that brought the KV of
+other layers. So is a hook that raises over metadata that is none, or over keywords that it does not
+take. So are wrong hits that would all be right if vLLM did not add them to its own, and failures of
+one kind: late saves, loads beyond their grant, keys that leave out what tells requests apart.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ FORMAL = ("meta.picklable", "hook.arguments-untouched")
 
 What the engine makes of a changed object is blocked by the second (kvconform.judge.verdict).
 """
+NO_METADATA, NO_KEYWORDS = "meta.returned", "api.start-load-kwargs"
+LAYER = "layout.layer"
 BY_TABLE = ("IndexError", "KeyError", "ValueError")
 """Errors that a hook raises where it finds less, or something else, in a block table."""
 OWNED, SOUND = "save.owned", "save.sound"
@@ -249,9 +252,9 @@ def _leader(
     That is the first of `outdated`, the groups that outdated tables explain, for what these
     explain, too; or a load of which `group` does not tell what went wrong, or saves of what was not
     there, or lookups that find what was stored, and announced, for others, or metadata that does
-    not pickle because of the block state in it, or a load that wrote elsewhere what it left out, or
-    hits that are too long because vLLM adds them to its own, or others of the same mistake
-    (`_of_others`, `_of_other_ranks`, `_alike`).
+    not pickle because of the block state in it, or what a hook raises over, or a load that wrote
+    elsewhere what it left out, or hits that are too long because vLLM adds them to its own, or
+    others of the same mistake (`_of_others`, `_of_other_ranks`, `_alike`).
     """
     first = group[0]
     if first.requirement in HITS and (added := _added_to_its_own(groups)) is not None:
@@ -265,6 +268,8 @@ def _leader(
     if first.requirement == PICKLABLE:
         state = (one for one in groups if one[0].requirement == BLOCK_STATE)
         return next((one for one in state if _all_in(group, one, _of_event)), None)
+    if first.requirement == RAISES and (told := _told_by_form(group, groups)) is not None:
+        return told
     is_stored = first.requirement == CONFIRMED or FAILED_LOAD in first.cause
     if is_stored and (known := _early_or_late(group, groups)) is not None:
         return known
@@ -394,15 +399,32 @@ def _early_or_late(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Ro
 
 
 def _written_elsewhere(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
-    """Return the writes outside of loads by hooks that load, of the same loads as all of `group`.
+    """Return what the loads of all of `group` wrote beyond their grants, or into other layers.
 
     Only one load was going on then, so what it wrote elsewhere is what is missing.
     """
     for other in groups:
-        if other[0].requirement == ASTRAY and _may_hide(other[0], group[0]):
-            loads = [row for row in other if row.hook in LOADING]
+        if other[0].requirement in (ASTRAY, LAYER) and _may_hide(other[0], group[0]):
+            loads = [row for row in other if row.hook in LOADING or row.requirement == LAYER]
             if _all_in(group, loads, _of_load):
                 return other
+    return None
+
+
+def _told_by_form(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
+    """Return the mistake of form over which a hook raises in all of `group`.
+
+    Metadata that is none, in the same steps, or keywords that start_load_kv does not take.
+    """
+    for other in groups:
+        if not _may_hide(other[0], group[0]):
+            continue
+        if other[0].requirement == NO_METADATA and _all_in(group, other, _of_step):
+            return other
+        by_keywords = group[0].hook == "start_load_kv" and "TypeError" in group[0].cause
+        by_keywords &= all(row.runner == "v2" for row in group)  # which passes some
+        if other[0].requirement == NO_KEYWORDS and by_keywords:
+            return other
     return None
 
 
@@ -438,6 +460,11 @@ def _all_in(
 def _of_run(row: Row) -> tuple[object, ...]:
     """Return the run of a failure."""
     return (row.run,)
+
+
+def _of_step(row: Row) -> tuple[object, ...]:
+    """Return the run and the step of a failure."""
+    return row.run, row.step
 
 
 def _of_event(row: Row) -> tuple[object, ...]:

@@ -412,7 +412,8 @@ class PairDriver(Driver):
             self._turn_to(name)
             # A level may be shared, and has the KV of all engines then.
             self._conclude_cache(sizes=False)
-        gc.collect()
+        if any(engine.ledger.leaked() for engine in self.engines.values()):
+            gc.collect()  # the objects may be a cycle of garbage
         ends = [
             self.trace.emit("run.end", on=name, **self._end_of(engine, crashed=crashed))
             for name, engine in self.engines.items()

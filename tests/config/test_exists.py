@@ -82,7 +82,9 @@ def test_what_does_not_exist_is_refused(folder: Path, name: str, text: str) -> N
         ("Other", "did you mean kvdir:Other\\?$"),
     ],
 )
-def test_a_module_or_class_alone_is_answered_with_both(tmp_path: Path, name: str, text: str) -> None:
+def test_a_module_or_class_alone_is_answered_with_both(
+    tmp_path: Path, name: str, text: str
+) -> None:
     pytest.importorskip("vllm")
     base = "from vllm.x.base import KVConnectorBase_V1, KVConnectorMetadata\n"
     files = {

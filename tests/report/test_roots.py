@@ -282,6 +282,36 @@ def test_a_load_that_wrote_elsewhere_explains_what_is_missing() -> None:
     assert len(roots([missing, elsewhere, astray])) == 2, "a run in which nothing went astray"
 
 
+def test_a_load_of_other_layers_explains_the_layers_that_are_missing() -> None:
+    missing = row("load.complete-or-failed", event=9)
+    layer = row("layout.layer", event=10)
+    for each in (missing, layer):
+        each.step, each.req = 14, "c"
+    assert shape(roots([missing, layer])) == [("layout.layer", ["load.complete-or-failed"], [])]
+    layer.req = "x"
+    assert len(roots([missing, layer])) == 2, "another load"
+
+
+def test_a_hook_raises_over_metadata_that_is_none() -> None:
+    raised, returned = row("hook.no-raise", event=9), row("meta.returned", event=7)
+    raised.step = returned.step = 3
+    assert shape(roots([raised, returned])) == [("meta.returned", ["hook.no-raise"], [])]
+    returned.step = 2
+    assert len(roots([raised, returned])) == 2, "another step"
+
+
+def test_start_load_kv_raises_over_keywords_that_it_does_not_take() -> None:
+    raised, form = row("hook.no-raise", cause="TypeError"), row("api.start-load-kwargs", "d")
+    raised.hook, raised.runner = "start_load_kv", "v2"
+    found = [("api.start-load-kwargs", ["hook.no-raise"], [])]
+    assert shape(roots([raised, form])) == found
+    for name, value in (("hook", "bind"), ("runner", "v1"), ("cause", ("KeyError",))):
+        before = getattr(raised, name)
+        setattr(raised, name, value)
+        assert len(roots([raised, form])) == 2, f"another {name}"
+        setattr(raised, name, before)
+
+
 def test_what_a_wrong_lookup_finds_was_announced_for_others() -> None:
     """Each missing announcement belongs to one lookup or another that claims what is not there."""
 
