@@ -178,11 +178,12 @@ def tests(session: nox.Session) -> None:
     """
     env, rest = prepare(session)
     processes = str(min(4, (os.cpu_count() or 1) + 2))
+    # Hundreds of processes would compile the sources again.
+    settings: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": ""}
     # Tests write thousands of small folders; on some disks each takes milliseconds.
-    temporary: dict[str, str | None] = {}
     with contextlib.suppress(OSError):
         if "TMPDIR" not in os.environ and shutil.disk_usage("/dev/shm").free > 4 * 2**30:
-            temporary["TMPDIR"] = "/dev/shm"
+            settings["TMPDIR"] = "/dev/shm"
     env.run(
         "-m",
         "pytest",
@@ -192,7 +193,7 @@ def tests(session: nox.Session) -> None:
         "worksteal",
         "--durations=20",
         *(rest or ["--ignore=tests/kernels"]),
-        env=temporary,
+        env=settings,
     )
 
 

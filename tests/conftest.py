@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -11,6 +12,20 @@ import pytest
 
 if TYPE_CHECKING:
     from warm_rig import Warm
+
+
+gc.disable()  # the imports of the tests create many objects, hardly any of which are garbage
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what the tests import from garbage collection."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Spare what is there the garbage collection with which pytest ends."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

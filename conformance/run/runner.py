@@ -399,11 +399,11 @@ def _refuses(error: BaseException) -> bool:
 def _freeze() -> None:
     """Exclude the objects of imported modules from garbage collection, once per process.
 
-    Every run collects once to find leaked requests, and importing vLLM creates many objects.
+    A run that seems to leak collects, and importing vLLM creates many objects, hardly any of which
+    are garbage: a collection before would take a third of a second to find some hundred.
     """
     global _frozen
     if not _frozen:
-        gc.collect()
         gc.freeze()
         gc.set_threshold(GARBAGE)
         atexit.register(gc.unfreeze)  # extension modules report what is left at exit as leaks

@@ -7,6 +7,7 @@ Other installed plugins, and pytest settings of the working directory, have no e
 from __future__ import annotations
 
 import contextlib
+import gc
 import functools
 import io
 import os
@@ -37,6 +38,10 @@ class _Preset:
 
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
+
+    def pytest_unconfigure(self) -> None:
+        """Spare what is there the garbage collection with which pytest ends: it finds nothing."""
+        gc.freeze()
 
 
 def run(

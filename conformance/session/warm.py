@@ -64,7 +64,6 @@ class Warm:
 
     def settle(self) -> None:
         """Exclude what is there from garbage collection, in this process and in its forks."""
-        gc.collect()
         gc.freeze()
         gc.enable()
 

@@ -7,6 +7,7 @@ Correct connectors fail nothing.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,16 +37,30 @@ CASES = [case for case in SPEC.cases.values() if case.area == "transfer"]
 OPTIONS: list[dict[str, Any]] = [{}, {"lease": 4, "delay": 2}, {"whole_blocks": True}]
 
 
+WHOLE = pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
+"""Whether all variants of a case are run, or one on each engine, in turn."""
+
+
 def variants(case: Case) -> list[Variant]:
     return case.variants(["reference", "vllm"])
 
 
+def some(case: Case, whole: bool, engines: Sequence[str] = ("reference", "vllm")) -> list[Variant]:
+    if whole:
+        return case.variants(list(engines))
+    place = CASES.index(case)
+    each = [case.variants([engine]) for engine in engines]
+    return [found[place % len(found)] for found in each if found]
+
+
+@WHOLE
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_correct_peer_fails_nothing(case: Case, options: dict[str, Any], tmp_path: Path) -> None:
-    for number, variant in enumerate(
-        variants(case) if not options else case.variants(["reference"])
-    ):
+def test_a_correct_peer_fails_nothing(
+    case: Case, options: dict[str, Any], whole: bool, tmp_path: Path
+) -> None:
+    engines = ("reference",) if options else ("reference", "vllm")
+    for number, variant in enumerate(some(case, whole, engines)):
         report = run_and_judge(
             variant, Target(PEER, options), SPEC, seed=number, tmp=tmp_path / str(number)
         )
@@ -57,9 +72,12 @@ def test_a_correct_peer_fails_nothing(case: Case, options: dict[str, Any], tmp_p
             assert bool(report.unmet) == (late and "lease" not in options)
 
 
+@WHOLE
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_producer_that_pushes_chunk_by_chunk_fails_nothing(case: Case, tmp_path: Path) -> None:
-    for number, variant in enumerate(variants(case)):
+def test_a_producer_that_pushes_chunk_by_chunk_fails_nothing(
+    case: Case, whole: bool, tmp_path: Path
+) -> None:
+    for number, variant in enumerate(some(case, whole)):
         report = run_and_judge(
             variant, Target(PUSHER, {}), SPEC, seed=number, tmp=tmp_path / str(number)
         )
@@ -69,9 +87,12 @@ def test_a_producer_that_pushes_chunk_by_chunk_fails_nothing(case: Case, tmp_pat
         assert bool(report.unmet) == (case.id == "transfer.late")
 
 
+@WHOLE
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_pair_whose_router_makes_the_parameters_fails_nothing(case: Case, tmp_path: Path) -> None:
-    for number, variant in enumerate(variants(case)):
+def test_a_pair_whose_router_makes_the_parameters_fails_nothing(
+    case: Case, whole: bool, tmp_path: Path
+) -> None:
+    for number, variant in enumerate(some(case, whole)):
         target = Target(ROUTED, {}, router=ROUTER)
         report = run_and_judge(variant, target, SPEC, seed=number, tmp=tmp_path / str(number))
         assert report.harness_error is None
