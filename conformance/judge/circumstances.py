@@ -29,6 +29,8 @@ _CAME_UP: dict[str, Callable[[Event], bool]] = {
     "write to block 0": lambda e: e["kind"] == "kv.changed" and bool(e["null_block"]),
     "local hit": lambda e: e["kind"] == "lookup" and e["local"] > 0,
     "kernel blocks": lambda e: e["kind"] == "kv.registered" and e["kernel_blocks"] > 1,
+    "hit": lambda e: e["kind"] == "lookup" and bool(e["tokens"]),
+    "release before a load": lambda e: e["kind"] == "pair.request" and e["gone"],
 }
 """How each circumstance shows in a trace."""
 
@@ -43,6 +45,8 @@ WORDS = {
     "write to block 0": ("null block",),
     "local hit": ("adds to the local hit",),
     "kernel blocks": ("kernel block",),
+    "hit": ("promot",),
+    "release before a load": ("gives blocks up before",),
 }
 """Beginnings of words by which a usual cause (`wrong` of a requirement) names a circumstance."""
 

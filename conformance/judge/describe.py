@@ -368,12 +368,15 @@ def _plan(e: Event) -> str:
 
 def _level(level: Mapping[str, Any]) -> str:
     bound = "" if level["bound"] is None else f" of at most {level['bound']}"
+    if level.get("bytes_bound") is not None:
+        bound += f", {many(level['bytes'], 'byte')} of at most {level['bytes_bound']}"
     return f"{level['name']} has {level['entries']}{bound} ({level['held']} held)"
 
 
 def _is_within_bound(level: Mapping[str, Any]) -> bool:
     bound: float = math.inf if level["bound"] is None else level["bound"]
-    return bool(level["entries"] <= max(bound, level["held"]))
+    fits = level["bytes"] <= level["bytes_bound"] if level.get("bytes_bound") is not None else True
+    return bool(level["entries"] <= level["held"] or (level["entries"] <= bound and fits))
 
 
 def _cache_state(e: Event) -> str:
@@ -537,9 +540,10 @@ def _pair_request(e: Event) -> str:
         fate = "loaded wrong bytes"
     elif e["failed"]:
         fate = "failed to load"
-    late = ", after they had been released" if e["gone"] else ""
-    released = "released" if e["released"] else "not released"
-    return f"{e['req']} on engine {e['on']} {fate}{late}; the blocks of {e['of']} were {released}"
+    released = "were released" if e["released"] else "were not released"
+    if e["gone"]:
+        released = "had been released before"
+    return f"{e['req']} on engine {e['on']} {fate}; the blocks of {e['of']} {released}"
 
 
 def _relay(e: Event) -> str:

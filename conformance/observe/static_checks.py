@@ -123,7 +123,8 @@ def agrees_with_itself(config: Any) -> Finding:
     try:
         MultiConnector.get_required_kvcache_layout(outer)
     except ValueError as error:
-        return "multi-layout", False, str(error).splitlines()[0]
+        found = str(error).splitlines()[0]
+        return "multi-layout", False, f"get_required_kvcache_layout by kv_role: {found}"
     except Exception:  # the check class-methods reports what the class itself raises
         return "multi-layout", True, ""
     return "multi-layout", True, ""

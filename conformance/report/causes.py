@@ -37,10 +37,11 @@ def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
     """Return failed rows grouped by requirement and cause; at most SHOWN groups of each kind.
 
     The first row of a group says what kind of failure it is: of two requests whose KV was mixed up,
-    it is one that fewest differences tell apart. A risk whose cause also fails where it
-    counts joins that group, behind the rows that count. The requirements are ordered as
-    `_earlier_first` has it, causes before what they may explain (kvconform.report.stage); the
-    causes of one requirement by first appearance.
+    it is one that fewest differences tell apart. Of those, it is one of which it is told where
+    wrong bytes come from, and then the earliest in its run, as that run is the easiest to read. A
+    risk whose cause also fails where it counts joins that group, behind the rows that count. The
+    requirements are ordered as `_earlier_first` has it, causes before what they may explain
+    (kvconform.report.stage); the causes of one requirement by first appearance.
     """
     groups: dict[_Cause, list[Row]] = {}
     home: dict[_Cause, list[Row]] = {}
@@ -56,9 +57,25 @@ def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
                 known.append(groups[key])
             home[key] = known[-1]
         home[key].append(row)
+    for group in groups.values():
+        group.insert(0, group.pop(group.index(_plainest(group))))
     ordered = _earlier_first(dict.fromkeys(row.requirement for row in rows), rows)
     position = {requirement: index for index, requirement in enumerate(ordered)}
     return [group for key, group in sorted(groups.items(), key=lambda item: position[item[0][0]])]
+
+
+def _plainest(group: Sequence[Row]) -> Row:
+    """Return the row that shows best what all rows of a group show, in runs like that of the first.
+
+    It counts as the first does, has the same cause, and ran with the same engine and scheduling.
+    """
+
+    def kind(row: Row) -> tuple[object, ...]:
+        risk = row.gating, row.risk, len(row.differs)
+        return *risk, row.cause, row.engine, row.scheduling, row.runner, row.depth, row.slow
+
+    alike = [row for row in group if kind(row) == kind(group[0])]
+    return min(alike, key=lambda row: (row.side is None, row.event is None, row.event or 0))
 
 
 def other_runs(group: Sequence[Row]) -> tuple[list[str], list[str]]:

@@ -7,8 +7,8 @@ Other installed plugins, and pytest settings of the working directory, have no e
 from __future__ import annotations
 
 import contextlib
-import gc
 import functools
+import gc
 import io
 import os
 import signal

@@ -23,8 +23,10 @@ EVENTS: dict[str, dict[str, Any]] = {
     "write over a hit": {**WRITTEN, "shared": [4]},
     "write to a lost block": {**WRITTEN, "unallocated": [9]},
     "write to block 0": {**WRITTEN, "null_block": [1]},
-    "local hit": {"kind": "lookup", "local": 4},
+    "local hit": {"kind": "lookup", "local": 4, "tokens": 0},
     "kernel blocks": {"kind": "kv.registered", "kernel_blocks": 3},
+    "hit": {"kind": "lookup", "local": 0, "tokens": 4},
+    "release before a load": {"kind": "pair.request", "gone": True},
 }
 
 

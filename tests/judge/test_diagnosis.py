@@ -382,3 +382,16 @@ def describe_dummy(kind: str) -> str | None:
     }
     event = {"kind": kind, "seq": 0, "step": 0, **fields}
     return describe(event)
+
+
+def test_a_level_that_is_too_full_is_named_first_with_the_bound_that_it_exceeds() -> None:
+    def level(name: str, entries: int, used: int) -> dict[str, object]:
+        limits = {"bound": None, "held": 0, "bytes": used, "bytes_bound": 512, "full": True}
+        return {"name": name, "entries": entries, **limits}
+
+    event = {"kind": "cache.state", "seq": 0, "step": 0, "held": 0}
+    event["levels"] = [level("fast", 2, 256), level("slow", 5, 640)]
+    assert describe(event) == (
+        "slow has 5, 640 bytes of at most 512 (0 held);"
+        " fast has 2, 256 bytes of at most 512 (0 held); the cache has 0 holds"
+    )

@@ -68,6 +68,19 @@ def test_what_happened_first_in_a_run_comes_first() -> None:
     ]
 
 
+def test_the_run_that_is_easiest_to_read_shows_a_cause() -> None:
+    rows = [row("load.position", "x", case) for case in ("long", "short", "other", "told")]
+    rows.append(risk("load.position", "x", "risk"))
+    for one, event in zip(rows, (90, 30, 20, 50, 10), strict=True):
+        one.event = event
+    rows[2].engine, rows[3].side = "another", "load"
+    assert by_cause(rows)[0][0].case == "told", "where the bytes come from counts most"
+    rows[3].side = None
+    ((first, *rest),) = by_cause(rows)
+    assert first.case == "short", "of those on one engine that count"
+    assert [each.case for each in rest] == ["long", "other", "told", "risk"], "the others stay"
+
+
 def test_a_risk_with_the_cause_of_a_failure_is_shown_with_the_failure() -> None:
     rows = [
         risk("save.owned", "a", "risk-1"),

@@ -93,6 +93,8 @@ def test_saves_that_came_too_late_are_one_mistake() -> None:
     assert len(roots([early, owned])) == 2, "by an outdated table"
     early.outdated, owned.side, owned.suspected = None, None, None
     assert len(roots([early, owned])) == 2, "the other one is not known to be late"
+    elsewhere = told("save.owned", "f", "save", None)
+    assert shape(roots([early, owned, elsewhere])) == [("save.owned", ["save.confirmed"], [])]
 
 
 def test_wiped_memory_is_what_a_late_save_finds_as_well() -> None:
