@@ -58,13 +58,13 @@ def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
             home[key] = known[-1]
         home[key].append(row)
     for group in groups.values():
-        group.insert(0, group.pop(group.index(_plainest(group))))
+        group.insert(0, group.pop(group.index(plainest(group))))
     ordered = _earlier_first(dict.fromkeys(row.requirement for row in rows), rows)
     position = {requirement: index for index, requirement in enumerate(ordered)}
     return [group for key, group in sorted(groups.items(), key=lambda item: position[item[0][0]])]
 
 
-def _plainest(group: Sequence[Row]) -> Row:
+def plainest(group: Sequence[Row]) -> Row:
     """Return the row that shows best what all rows of a group show, in runs like that of the first.
 
     It counts as the first does, has the same cause, and ran with the same engine and scheduling.

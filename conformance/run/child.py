@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of a fresh interpreter that makes one run: `python -m kvconform.run.child FOLDER`.
 
-kvconform.run.isolation starts it.
+kvconform.run.isolation starts it, or has it forked (kvconform.session.reseeded).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def main(folder: Path) -> None:
     if "hash_seed" in job:  # vLLM seeds its block hashes with it; Python's own hashes are seeded
         os.environ["PYTHONHASHSEED"] = job["hash_seed"]
     gc.disable()  # it would take a seventh of the time of the imports, and find nothing
+    from kvconform.compat.vllm_api import init_none_hash, sha256
     from kvconform.config.target import Target
     from kvconform.contract.case import Case, Variant
     from kvconform.run.calibration import promises_of
@@ -38,6 +39,7 @@ def main(folder: Path) -> None:
     from kvconform.run.runner import run_variant
 
     gc.enable()
+    init_none_hash(sha256)  # in a forked process, the one before has imported it, with another seed
     variant = Variant(Case.model_validate(job["case"], strict=False), **job["axes"])
     target = Target(**job["target"])
     tmp = Path(job["tmp"])

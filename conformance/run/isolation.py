@@ -14,18 +14,20 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from kvconform.config.settings import HASH_SEED
 from kvconform.contract.events import lifecycle
 from kvconform.contract.steps import forks, restarts_process
 from kvconform.files import scratch_root
-from kvconform.process import alive, scratch, watchdog
+from kvconform.process import alive, scratch, watchdog, wire
+from kvconform.process.clock import monotonic
 from kvconform.process.supervisor import dies_with_parent
 from kvconform.process.watchdog import HookTimeout
 
@@ -39,6 +41,13 @@ if TYPE_CHECKING:
     from kvconform.run.records import Progress, Run
 
 OTHER_SEED = "4242"
+RESEEDED = "KVCONFORM_RESEEDED"
+"""Environment variable: the socket of a process that has OTHER_SEED and forks for runs.
+
+kvconform.session.gateways starts it where runs are to come that need another hash seed; those that
+may have any seed use it, too. Without it, or if it is gone, each has a new interpreter, which
+imports vLLM.
+"""
 LIMIT = 120.0
 HOOKS = 6
 """Time limit of a run in a fresh interpreter: LIMIT seconds, or HOOKS hooks at their limit.
@@ -175,8 +184,8 @@ def run_first_part_afresh(
 ) -> tuple[Progress, Registry]:
     """Run the steps before the restart in a fresh interpreter, as `run_first_part` does in a fork.
 
-    `reseeded`: its hash seed is random, unless the target prescribes one. vLLM's block hashes are
-    those of this process in any case.
+    `reseeded`: its hash seed is random or OTHER_SEED unless the target prescribes one. vLLM's block
+    hashes are those of this process in any case.
     """
     job = _job(variant, target, seed, tmp, caps, relation, promises, rests)
     job["first_part"] = True
@@ -278,15 +287,20 @@ def _interpreter(
     does not matter.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in without}
+    own = {**inherited, **environment, "TMPDIR": str(folder)}
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     limit = max(LIMIT, HOOKS * watchdog.limit())
     with (folder / "errors").open("w+", encoding="utf-8", errors="replace") as errors:
+        place = os.environ.get(RESEEDED)
+        if place is not None and own.get(HASH_SEED, OTHER_SEED) == OTHER_SEED:
+            with contextlib.suppress(OSError, EOFError):
+                return _forked(place, folder, own, errors, limit)
         process = subprocess.Popen(
             [sys.executable, "-m", "kvconform.run.child", str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            env={**inherited, **environment, "TMPDIR": str(folder)},
+            env=own,
             start_new_session=True,
         )
         try:
@@ -299,3 +313,35 @@ def _interpreter(
             process.wait()
         errors.seek(0)
         return errors.read(), status
+
+
+def _forked(
+    place: str, folder: Path, environment: dict[str, str], errors: IO[str], limit: float
+) -> tuple[str, int | None]:
+    """Do a job in a process that the one at the socket `place` forks, as `_interpreter` does.
+
+    The limit includes the time that this one may still take to import vLLM. OSError or EOFError if
+    it has ended, and nothing was done.
+    """
+    until = monotonic() + limit
+    pid, status = None, None
+    with socket.socket(socket.AF_UNIX) as connection, open(os.devnull, "r+b") as nothing:
+        connection.connect(place)
+        request = wire.request_of("run") | {"environment": environment, "folder": str(folder)}
+        wire.send(connection, request, [nothing.fileno(), nothing.fileno(), errors.fileno()])
+        try:
+            connection.settimeout(limit)
+            pid = int(wire.receive(connection)[0]["pid"])
+            connection.settimeout(max(0.001, until - monotonic()))
+            status = int(wire.receive(connection)[0]["exit"])
+        except TimeoutError:
+            pass
+        except (OSError, EOFError):
+            if pid is None:
+                raise
+            status = -signal.SIGKILL  # with the process that has forked it
+        if pid is not None:
+            with contextlib.suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+    errors.seek(0)
+    return errors.read(), status

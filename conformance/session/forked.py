@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 
-from kvconform.session.wire import Message
+from kvconform.process.wire import Message
 
 
 def work(message: Message, fds: Sequence[int], environment: Mapping[str, str | None]) -> None:

@@ -13,14 +13,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
 
-from kvconform.config.settings import Settings
-from kvconform.process import watchdog
+from kvconform.config.settings import HASH_SEED, Settings
+from kvconform.contract.case import Variant
+from kvconform.contract.steps import forks
+from kvconform.process import scratch, watchdog, wire
 from kvconform.process.server import has_placeholder
-from kvconform.session import wire
+from kvconform.run.isolation import OTHER_SEED, RESEEDED, process_restart
 
 START_LIMIT = 600.0
 QUIET = 60.0
@@ -190,4 +193,42 @@ def private_server(settings: Settings, log: Path) -> Iterator[socket.socket]:
             yield ours
         finally:
             process.terminate()  # its workers have ended
+            process.wait()
+
+
+def needs_another_seed(variant: Variant) -> bool:
+    """Return whether a run, or a part of it, is made with another hash seed, too."""
+    steps = variant.case.steps
+    restart = process_restart(steps)
+    is_reseeded = restart is not None and not forks(steps[restart])
+    return is_reseeded or "hash-seed" in variant.case.relations
+
+
+@contextlib.contextmanager
+def reseeded_server(settings: Settings, log: Path) -> Iterator[None]:
+    """Start a process that forks for the runs with another hash seed; end it afterwards.
+
+    It imports vLLM while the process of `private_server` does, which leaves a core idle. Until the
+    end, RESEEDED leads the workers to it. Its output goes to `log`.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with scratch.temporary("reseeded") as folder, log.open("wb") as output:
+        place = str(folder / "socket")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(place)
+            listener.listen()
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvconform.session.reseeded", str(listener.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=findable(environment_of(settings), sys.path) | {HASH_SEED: OTHER_SEED},
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+        try:
+            with patch.dict(os.environ, {RESEEDED: place}):
+                yield
+        finally:
+            process.kill()
             process.wait()

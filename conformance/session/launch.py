@@ -26,7 +26,13 @@ from kvconform.errors import EnvironmentProblem
 from kvconform.report.merge import JUNIT
 from kvconform.report.terminal import make_console
 from kvconform.session.controller import INTERRUPTS, Controller, Listener
-from kvconform.session.gateways import forked_workers, private_server, unfit
+from kvconform.session.gateways import (
+    forked_workers,
+    needs_another_seed,
+    private_server,
+    reseeded_server,
+    unfit,
+)
 from kvconform.session.plugin import PRESET
 from kvconform.session.worker import RUNNER
 
@@ -142,6 +148,11 @@ def _source_of_workers(controller: Controller, channel: socket.socket | None) ->
             if not settings.setup:  # the commands may install something that vLLM imports
                 with contextlib.suppress(OSError):  # then the workers are new interpreters
                     server()
+                    variants = controller.collector.selection.variants
+                    if HASH_SEED not in settings.env and any(map(needs_another_seed, variants)):
+                        stack.enter_context(
+                            reseeded_server(settings, log.with_name("reseeded.log"))
+                        )
             with forked_workers(server):
                 yield
 

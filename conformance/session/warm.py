@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from kvconform.contract import loader
 from kvconform.contract.loader import Spec
-from kvconform.session import wire
+from kvconform.process import wire
 from kvconform.session.forked import work
 
 MODULES = (
@@ -172,6 +172,8 @@ class Warm:
                 connection = self._children.pop(pid, None)
                 self.used()
                 if connection is not None:
+                    with contextlib.suppress(KeyError):  # only some are waited for
+                        self._selector.unregister(connection)
                     with contextlib.suppress(OSError):
                         wire.send(connection, {"exit": os.waitstatus_to_exitcode(status)})
                     connection.close()

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import kvconform.compat.environment  # noqa: F401
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem, KvconformError
-from kvconform.session import wire
+from kvconform.process import wire
+from kvconform.process.wire import Message
 from kvconform.session.gateways import environment_of, findable, start_limit, unfit
-from kvconform.session.wire import Message
 from kvconform.watch import place
 
 Known = tuple[dict[str, Any], dict[str, str]]

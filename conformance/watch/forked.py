@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvconform.session import wire
+from kvconform.process import wire
+from kvconform.process.wire import Message
 from kvconform.session.forked import add, become
-from kvconform.session.wire import Message
 
 
 def control(

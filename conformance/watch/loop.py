@@ -24,10 +24,10 @@ from kvconform.errors import KvconformError, UsageError
 from kvconform.files import scratch_root
 from kvconform.process.scratch import temporary
 from kvconform.process.watchdog import read_note
+from kvconform.process.wire import Message
 from kvconform.report import jsonl
 from kvconform.session import crash
 from kvconform.session.gateways import unfit
-from kvconform.session.wire import Message
 from kvconform.session.worker import START
 from kvconform.watch import client, reach, sources
 from kvconform.watch.results import Result

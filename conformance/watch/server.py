@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from kvconform.session import wire
+from kvconform.process import wire
+from kvconform.process.wire import Message
 from kvconform.session.warm import Warm
-from kvconform.session.wire import Message
 from kvconform.watch.forked import control, peek
 from kvconform.watch.imported import Imported
 

@@ -22,7 +22,7 @@ import pytest
 
 import program_rig
 from kvconform.config.settings import Settings
-from kvconform.session import wire
+from kvconform.process import wire
 from kvconform.watch import client
 
 RUN = "lifecycle.last-token[reference-sync-v1-d1-b4]"

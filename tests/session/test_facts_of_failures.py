@@ -27,7 +27,8 @@ pytestmark = [
 ]
 
 RAISES = "lifecycle.abort-waiting"
-WRONG_BYTES = ("identity.salt", "lifecycle.lookup-repeated")
+WRONG_BYTES = ("lifecycle.lookup-repeated", "identity.salt")
+"""Cases that fail alike; the first is shown, as it fails earlier in its run."""
 SOURCE = "two_faults.py"
 RAISED = 'raise LookupError("the store has forgotten it")'
 SETTINGS = """connector = "two_faults:Connector"
@@ -133,7 +134,8 @@ def test_the_merged_report_has_the_same_facts(reports: Reports) -> None:
 def test_the_terminal_shows_message_check_and_place(reports: Reports) -> None:
     for result in reports.both:
         for requirement in ("hook.no-raise", "load.position"):
-            row = failures(result, requirement)[0]
+            rows = failures(result, requirement)
+            row = next(row for row in rows if row["case"] in (RAISES, WRONG_BYTES[0]))
             text = panel(result, requirement)
             for name in ("message", "check", "evidence"):
                 assert " ".join(row[name].split()) in text, name

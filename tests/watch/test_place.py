@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvconform.compat import installed
-from kvconform.session import wire
+from kvconform.process import wire
 from kvconform.watch import place
 
 

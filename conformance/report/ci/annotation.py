@@ -15,6 +15,7 @@ from kvconform.contract.loader import Spec
 from kvconform.errors import Place
 from kvconform.judge.records import Row, Verdict
 from kvconform.judge.verdict import CRASH
+from kvconform.report.causes import plainest
 from kvconform.report.html.anchor import links
 from kvconform.report.jsonl import Key, Report
 
@@ -140,7 +141,7 @@ def _annotation(
     spec: Spec,
     sections: Mapping[Key, str],
 ) -> Annotation:
-    first = rows[0]
+    first = plainest(rows)
     known = spec.requirements.get(requirement)
     path, line = _place(first, [*(known.touches if known else ()), CLASS], places)
     return Annotation(

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process with another hash seed that forks for runs, so that none of them imports vLLM.
+
+`python -m kvconform.session.reseeded DESCRIPTOR` listens at a socket that it inherits.
+kvconform.run.isolation asks for the runs. It ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from kvconform.process import wire
+from kvconform.process.supervisor import dies_with_parent
+from kvconform.process.wire import Message
+from kvconform.run import child
+from kvconform.session.forked import add, become, draw_afresh
+from kvconform.session.warm import Warm
+
+PATIENCE = 5.0
+"""Seconds that a client has for sending its request."""
+
+
+class Reseeded(Warm):
+    """Forks for the runs that are asked for at a socket; one instance a process."""
+
+    def listen(self, listener: socket.socket) -> None:
+        """Answer requests until this process is ended."""
+        self.wait_for(listener, lambda: self._accept(listener))
+        self.serve()
+
+    def is_over(self) -> bool:
+        """Return False: the process that started this one ends it."""
+        return False
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Fork for a run; its process is killed when the client is gone."""
+        connection, _ = listener.accept()
+        connection.settimeout(PATIENCE)
+        fds: list[int] = []
+        try:
+            if not wire.is_own(connection):
+                raise PermissionError
+            message, fds = wire.receive(connection)
+            connection.settimeout(None)
+            pid = self.fork(lambda: self._run(message, fds), connection)
+        except (OSError, EOFError, ValueError):
+            connection.close()
+            return
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self.wait_for(connection, lambda: self._is_gone(connection, pid))
+        with contextlib.suppress(OSError):
+            wire.send(connection, {"pid": pid})
+
+    def _is_gone(self, connection: socket.socket, pid: int) -> None:
+        """Kill the processes of a client that has closed its end."""
+        self._selector.unregister(connection)
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+
+    def _run(self, message: Message, fds: list[int]) -> None:
+        """Make the run of a request, in a forked process."""
+        become(message, fds)
+        add(self.environment)
+        draw_afresh()
+        child.main(Path(message["folder"]))
+
+
+def main(descriptor: int) -> None:
+    """Import vLLM, and answer the requests that come meanwhile and later."""
+    dies_with_parent()
+    server = Reseeded()
+    server.warm()
+    server.settle()
+    server.listen(socket.socket(fileno=descriptor))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
