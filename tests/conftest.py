@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ def pytest_collection_finish() -> None:
     """Exclude what the tests import from garbage collection."""
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)  # extension modules report what is left at exit as leaks
 
 
 def pytest_sessionfinish() -> None:

@@ -7,6 +7,7 @@ An import of vLLM takes seconds, so mistakes in a name are found before it.
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib.machinery
 import importlib.util
 import re
@@ -68,9 +69,11 @@ def _check_package(symbol: str, pythonpath: Sequence[str]) -> None:
     if _is_found(package, pythonpath):
         return
     if pythonpath:
+        here = [each.stem for place in map(Path, pythonpath) for each in place.iterdir()]
+        close = did_you_mean(package, {each for each in here if each.isidentifier()}, 1)
         raise UsageError(
-            f"there is no package {package!r} in {', '.join(pythonpath)} (--pythonpath), "
-            "nor elsewhere on this Python's path"
+            f"there is no package {package!r} in {', '.join(pythonpath)} (pythonpath), "
+            f"nor elsewhere on this Python's path{close}"
         )
     raise UsageError(
         f"there is no package {package!r} on this Python's path: "
@@ -188,25 +191,29 @@ def _hint_at_classes(name: str, pythonpath: Sequence[str]) -> str:
 
 
 def _hint_at_places(name: str, pythonpath: Sequence[str]) -> str:
-    """Return `; did you mean module:Class?` with classes of this name below `pythonpath`, or "".
+    """Return `; did you mean module:Class?` with connectors of such a name below `pythonpath`.
 
-    Looks into modules and into those of packages, one level deep. Imports nothing.
+    "" if there are none. Looks into modules and into those of packages, one level deep. Imports
+    nothing.
     """
-    found = []
-    for place in map(Path, pythonpath):
+    found: dict[str, list[str]] = {}
+    for place in {Path(place).resolve(): None for place in pythonpath}:
         for source in sorted([*place.glob("*.py"), *place.glob("*/*.py")])[:_SOURCES]:
-            parts = source.relative_to(place).with_suffix("").parts
-            packages = [place.joinpath(*parts[:depth]) for depth in range(1, len(parts))]
-            if not all((package / "__init__.py").is_file() for package in packages):
+            *packages, last = source.relative_to(place).with_suffix("").parts
+            inside = all((place / each / "__init__.py").is_file() for each in packages)
+            parts = packages if last == "__init__" else [*packages, last]
+            if not inside or not parts or not all(map(str.isidentifier, parts)):
                 continue
             try:
                 tree = ast.parse(source.read_text(encoding="utf-8"))
             except (SyntaxError, OSError, ValueError):
                 continue
-            if any(isinstance(node, ast.ClassDef) and node.name == name for node in tree.body):
-                module = ".".join(parts).removesuffix(".__init__")
-                found.append(f"{module}:{name}")
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+            for each in _connectors_in(tree):
+                found.setdefault(each, []).append(f"{'.'.join(parts)}:{each}")
+    close = difflib.get_close_matches(name, found, 1, 0.8)
+    # The shortest is how the package itself names it.
+    known = sorted(found[close[0]], key=len)[:2] if close else []
+    return f"; did you mean {' or '.join(known)}?" if known else ""
 
 
 def _connectors_in(tree: ast.Module) -> list[str]:

@@ -54,10 +54,10 @@ REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 ENGINES = ("reference", "vllm")
 SCHEDULINGS = ("sync", "async")
 PLACEHOLDERS = ("tmp", "block_size")
+"""What a run replaces in the strings of `extra_config`, in braces (Target.options)."""
 COMMAND_LINE = "the command line"
 _REPEATED = {"adapters": "adapter", "cases": "case"}
 """Settings with several values whose option, which is given once for each, is named by one."""
-"""What a run replaces in the strings of `extra_config`, in braces (Target.options)."""
 HASH_SEED = "PYTHONHASHSEED"
 """Variable of `env` that every interpreter must have from its start."""
 
@@ -280,6 +280,8 @@ def load(given: dict[str, Any], *, file: str | None = None, start: Path | None =
 
 def _check_placeholders(text: str) -> None:
     """Raise UsageError for what looks like a misspelt placeholder: the run would take it as is."""
+    for name in re.findall(rf"\{{({'|'.join(PLACEHOLDERS)})\b(?!\}})", text):
+        raise UsageError(f"extra_config: the placeholder {{{name}}} lacks its closing brace")
     for name in re.findall(r"\{(\w+)\}", text):
         close = difflib.get_close_matches(name, PLACEHOLDERS, 1, 0.7)
         if close and name not in PLACEHOLDERS:
@@ -343,7 +345,8 @@ def _validate(raw: dict[str, Any], place: str) -> Settings:
         complete(settings.capabilities)
         return settings
     except UsageError as error:
-        raise UsageError(f"{place}: {error.message}") from None
+        where = "" if place == COMMAND_LINE else f"{place}: "
+        raise UsageError(f"{where}{error.message}") from None
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         name, *below = map(str, problem["loc"])

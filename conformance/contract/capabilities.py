@@ -184,11 +184,13 @@ def complete(declared: dict[str, Any]) -> dict[str, Any]:
     """
     if unknown := [name for name in declared if name not in CAPABILITIES]:
         hints = [did_you_mean(name, CAPABILITIES, 1) for name in unknown]
-        all_known = "" if all(hints) else f"; known are {', '.join(sorted(CAPABILITIES))}"
-        each = [
-            f"unknown capability {name!r}{hint}" for name, hint in zip(unknown, hints, strict=True)
-        ]
-        raise UsageError(" ".join(each) + all_known)
+        known = "" if all(hints) else f"; known are {', '.join(sorted(CAPABILITIES))}"
+        named = [f"{name!r}{hint}" for name, hint in zip(unknown, hints, strict=True)]
+        raise UsageError(
+            f"unknown capability {named[0]}{known}"
+            if len(named) == 1
+            else f"unknown capabilities: {', '.join(map(_in_brackets, named))}{known}"
+        )
     for name, value in declared.items():
         CAPABILITIES[name].check(name, value)
     operations = declared.get("controller", ())
@@ -198,6 +200,12 @@ def complete(declared: dict[str, Any]) -> dict[str, Any]:
             "other operations did"
         )
     return {name: declared.get(name, known.default) for name, known in CAPABILITIES.items()}
+
+
+def _in_brackets(named: str) -> str:
+    """Return a name with what may be meant in brackets: `'a' (did you mean b?)`."""
+    name, semicolon, hint = named.partition("; ")
+    return f"{name} ({hint})" if semicolon else name
 
 
 def has(value: Any) -> bool:

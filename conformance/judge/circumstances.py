@@ -29,7 +29,7 @@ _CAME_UP: dict[str, Callable[[Event], bool]] = {
     "write to block 0": lambda e: e["kind"] == "kv.changed" and bool(e["null_block"]),
     "local hit": lambda e: e["kind"] == "lookup" and e["local"] > 0,
     "kernel blocks": lambda e: e["kind"] == "kv.registered" and e["kernel_blocks"] > 1,
-    "hit": lambda e: e["kind"] == "lookup" and bool(e["tokens"]),
+    "hit": lambda e: e["kind"] == "lookup" and e["tokens"] != 0,  # None: it may come from below
     "release before a load": lambda e: e["kind"] == "pair.request" and e["gone"],
 }
 """How each circumstance shows in a trace."""

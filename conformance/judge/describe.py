@@ -887,7 +887,7 @@ def _blocks_missing(e: Event) -> str:
 _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "kv.wrong": ("found", "via", "damaged"),
     "kv.changed": ("after_hook", *_SLOTS),
-    "load.due": ("missing", "wrong"),
+    "load.due": ("missing", "wrong", "layers"),
     "hook.returned": ("hook", "error", "error_at"),
     "hook.called": ("hook", "half"),
     "engine.lifecycle": ("op", "error_type", "error_at"),

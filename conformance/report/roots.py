@@ -41,8 +41,23 @@ FORMAL = ("meta.picklable", "hook.arguments-untouched")
 
 What the engine makes of a changed object is blocked by the second (kvconform.judge.verdict).
 """
-NO_METADATA, NO_KEYWORDS = "meta.returned", "api.start-load-kwargs"
-LAYER = "layout.layer"
+NO_METADATA, NO_KEYWORDS, BOUND = "meta.returned", "api.start-load-kwargs", "worker.stays-bound"
+WITH_METADATA = (
+    "bind_connector_metadata",
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_finished",
+    "get_transfer_results",
+)
+"""Hooks that use the metadata of their step."""
+BY_NONE = ("AttributeError", "TypeError", "AssertionError")
+"""Errors of a hook that uses metadata, if that is None."""
+LAYER, SOME_LAYERS = "layout.layer", "layers"
+"""The requirement on layers that are mixed up, and what is in the cause of a load that left out
+some layers."""
 BY_TABLE = ("IndexError", "KeyError", "ValueError")
 """Errors that a hook raises where it finds less, or something else, in a block table."""
 OWNED, SOUND = "save.owned", "save.sound"
@@ -136,10 +151,11 @@ def roots(rows: Sequence[Row]) -> list[Root]:
         leader = leaders[id(group)]
         return 0 if leader is None else 1 + distance(leader)
 
+    followers = _followers(leaders, groups)
     # Those with a leader come after it, so that its root is known.
     for group in sorted(groups, key=distance):
         leader = leaders[id(group)]
-        root = _explained_by(group, found) if leader is None else holds[id(leader)]
+        root = _explained_by(group, found, followers) if leader is None else holds[id(leader)]
         if root is None:
             root = Root(group)
             found.append(root)
@@ -175,6 +191,20 @@ def _without_circles(
             leader = found[id(leader)]
         if leader is not None:
             found[id(group)] = None
+    return found
+
+
+def _followers(
+    leaders: dict[int, list[Row] | None], groups: Sequence[list[Row]]
+) -> dict[int, list[list[Row]]]:
+    """Return by the first of their leaders, those that have none, the groups that follow these."""
+    found: dict[int, list[list[Row]]] = {}
+    for group in groups:
+        first = group
+        while (leader := leaders[id(first)]) is not None:
+            first = leader
+        if first is not group:
+            found.setdefault(id(first), []).append(group)
     return found
 
 
@@ -268,8 +298,8 @@ def _leader(
     if first.requirement == PICKLABLE:
         state = (one for one in groups if one[0].requirement == BLOCK_STATE)
         return next((one for one in state if _all_in(group, one, _of_event)), None)
-    if first.requirement == RAISES and (told := _told_by_form(group, groups)) is not None:
-        return told
+    if first.requirement in (RAISES, BOUND) and (form := _told_by_form(group, groups)) is not None:
+        return form
     is_stored = first.requirement == CONFIRMED or FAILED_LOAD in first.cause
     if is_stored and (known := _early_or_late(group, groups)) is not None:
         return known
@@ -280,7 +310,7 @@ def _leader(
     if (alike := _alike(first, groups, outdated)) and (most := _most(group, alike)) is not None:
         return most
     for other in groups:
-        tells = stage(other[0]) is Stage.LOAD and other[0].side is not None
+        tells = stage(other[0]) is Stage.LOAD and _is_told(other)
         if other is group or not tells or not _may_hide(other[0], first):
             continue
         if stage(first) is Stage.LOAD and first.side is None and _all_in(group, other, _of_load):
@@ -381,9 +411,7 @@ def _early_or_late(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Ro
     for other in groups:
         if not _may_hide(other[0], group[0]):
             continue
-        # Where bytes are those of another request, a save may not be told as late in each run.
-        late = all(_is_late(row) for row in group) and any(_is_late(row) for row in other)
-        if other[0].requirement == OWNED and late:
+        if other[0].requirement == OWNED and _is_late(group) and _is_late(other):
             return other
         if FAILED_LOAD not in group[0].cause:
             continue
@@ -395,40 +423,56 @@ def _early_or_late(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Ro
         return None
     # A save that is too early may meet a load that failed by chance.
     return _most(
-        group, [one for one in groups if one[0].requirement == CONFIRMED and one[0].side is None]
+        group, [one for one in groups if one[0].requirement == CONFIRMED and not _is_told(one)]
     )
 
 
-def _is_late(row: Row) -> bool:
-    """Return whether a save is known to have read a block after its request had lost it."""
-    return row.side == "save" and row.outdated is None
+def _is_told(group: Sequence[Row]) -> bool:
+    """Return whether it is told, in most runs, where a save or load went wrong."""
+    return 2 * sum(row.side is not None for row in group) > len(group)
+
+
+def _is_late(group: Sequence[Row]) -> bool:
+    """Return whether saves are known, in most runs, to have read blocks that were lost before."""
+    late = [row for row in group if row.side == "save" and row.outdated is None]
+    return 2 * len(late) > len(group)
 
 
 def _written_elsewhere(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
     """Return what the loads of all of `group` wrote beyond their grants, or into other layers.
 
-    Only one load was going on then, so what it wrote elsewhere is what is missing.
+    Only one load was going on then, so what it wrote elsewhere is what is missing. Layers that are
+    mixed up explain only that some are missing.
     """
+    by_layer = all(SOME_LAYERS in row.cause for row in group)
     for other in groups:
-        if other[0].requirement in (ASTRAY, LAYER) and _may_hide(other[0], group[0]):
-            loads = [row for row in other if row.hook in LOADING or row.requirement == LAYER]
-            if _all_in(group, loads, _of_load):
-                return other
+        if not _may_hide(other[0], group[0]):
+            continue
+        if other[0].requirement == LAYER and by_layer and _all_in(group, other, _of_load):
+            return other
+        loads = [row for row in other if row.hook in LOADING]
+        if other[0].requirement == ASTRAY and _all_in(group, loads, _of_load):
+            return other
     return None
 
 
 def _told_by_form(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
-    """Return the mistake of form over which a hook raises in all of `group`.
+    """Return the mistake of form over which a hook raises, or what it binds is lost, in `group`.
 
-    Metadata that is none, in the same steps, or keywords that start_load_kv does not take.
+    Metadata that is none, in the same steps, or keywords that start_load_kv does not take: then the
+    call raises, and no line of the connector.
     """
+    by_none = group[0].requirement == BOUND or (
+        group[0].hook in WITH_METADATA and not set(BY_NONE).isdisjoint(group[0].cause)
+    )
+    by_keywords = group[0].hook == "start_load_kv" and "TypeError" in group[0].cause
+    # Model runner V2 passes some.
+    by_keywords &= all(row.runner == "v2" and row.place is None for row in group)
     for other in groups:
         if not _may_hide(other[0], group[0]):
             continue
-        if other[0].requirement == NO_METADATA and _all_in(group, other, _of_step):
+        if other[0].requirement == NO_METADATA and by_none and _all_in(group, other, _of_step):
             return other
-        by_keywords = group[0].hook == "start_load_kv" and "TypeError" in group[0].cause
-        by_keywords &= all(row.runner == "v2" for row in group)  # which passes some
         if other[0].requirement == NO_KEYWORDS and by_keywords:
             return other
     return None
@@ -483,23 +527,31 @@ def _of_load(row: Row) -> tuple[object, ...] | None:
     return None if row.step is None or row.req is None else (row.run, row.step, row.req)
 
 
-def _explained_by(group: Sequence[Row], known: Sequence[Root]) -> Root | None:
+def _explained_by(
+    group: Sequence[Row], known: Sequence[Root], followers: dict[int, list[list[Row]]]
+) -> Root | None:
     """Return the root cause that explains a group, if the known ones fail in nearly all its runs.
 
-    These are nine of ten. Of several, the one with most of the runs is returned.
+    These are nine of ten. `followers` of a root cause are the same mistake, and explain as much. Of
+    several, the one with most of the runs is returned.
     """
     runs = {row.run for row in group}
-    candidates = [(root, runs & _explains(root, group)) for root in known]
+    candidates = []
+    for root in known:
+        alike = [root.group, *followers.get(id(root.group), ())]
+        may_hide = _may_hide(root.row, group[0])
+        explained = set().union(*(_explains(one, group) for one in alike)) if may_hide else set()
+        candidates.append((root, runs & explained))
     unexplained = runs - set().union(*(common for _, common in candidates))
     if len(unexplained) * 10 > len(runs):
         return None
     return max(candidates, key=lambda pair: len(pair[1]))[0]
 
 
-def _explains(root: Root, group: Sequence[Row]) -> set[str]:
-    """Return the runs in which a root cause can explain a group."""
-    first = root.row
-    if first.requirement in (group[0].requirement, *FORMAL) or not _may_hide(first, group[0]):
+def _explains(one: Sequence[Row], group: Sequence[Row]) -> set[str]:
+    """Return the runs in which failures of one kind can explain a group."""
+    first = one[0]
+    if first.requirement in (group[0].requirement, *FORMAL):
         return set()
     here = stage(first)
     there = stage(group[0])
@@ -507,7 +559,7 @@ def _explains(root: Root, group: Sequence[Row]) -> set[str]:
         return set()
     if here >= there or (here is Stage.SAVE and there is Stage.SAVE_UPON_LOAD):
         return set()
-    when = {row.run: row.event for row in root.group}
+    when = {row.run: row.event for row in one}
     # A wrong save may show after a wrong load; all else is caused by what came before it.
     in_time = here in (Stage.SAVE, Stage.LOAD)
     return {

@@ -37,7 +37,10 @@ EXPLAINED = 5
 """Number of sections with a check and a usual cause, unless -v is given."""
 THREADS = "lifecycle.threads-end"
 """The requirement on threads that a connector leaves."""
-TIMING = "The connector has threads of its own: what they do may differ from run to run."
+TIMING = (
+    "The connector has threads of its own: what they do may differ from run to run, and the command"
+    " above may pass."
+)
 CONSEQUENCES = 4
 """Number of consequences of a root cause that are described."""
 NAMED = 8

@@ -295,6 +295,8 @@ def _changed(e: Event) -> tuple[str, str] | None:
 def _built(e: Event) -> tuple[str, str] | None:
     if e["block_state_kept"]:
         return "metadata", "holds kv_connector_block_state"
+    if e["none"]:
+        return "metadata", "None"
     return None if e["pickles"] else ("metadata", f"does not pickle: {e['pickle_error']}")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import io
 import os
 import signal
@@ -44,10 +43,6 @@ class _Preset:
 
     def __init__(self, controller: Controller) -> None:
         self.controller = controller
-
-    def pytest_unconfigure(self) -> None:
-        """Spare what is there the garbage collection with which pytest ends: it finds nothing."""
-        gc.freeze()
 
 
 def run(

@@ -8,6 +8,7 @@ nothing without `--connector`.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,4 +182,6 @@ def _controller(config: pytest.Config) -> Any:
             load(given, file=config.getoption("kvconform_config")), make_console(sys.stdout)
         )
     except KvconformError as error:
-        raise pytest.UsageError(error.message) from None
+        # Here, the options have a prefix.
+        message = re.sub(r"^--(?!kvconform)", "--kvconform-", error.message)
+        raise pytest.UsageError(message) from None

@@ -79,7 +79,8 @@ def test_what_does_not_exist_is_refused(folder: Path, name: str, text: str) -> N
         ("two", "did you mean two:A or two:B\\?$"),
         ("reexports", "did you mean reexports:DirConnector\\?$"),
         ("DirConnector", "did you mean kvdir:DirConnector or pack.conn:DirConnector\\?$"),
-        ("Other", "did you mean kvdir:Other\\?$"),
+        ("DirConectr", "did you mean kvdir:DirConnector or pack.conn:DirConnector\\?$"),
+        ("Other", "'Other': give it as package.module:Class; it knows "),
     ],
 )
 def test_a_module_or_class_alone_is_answered_with_both(
@@ -93,8 +94,10 @@ def test_a_module_or_class_alone_is_answered_with_both(
         "two.py": f"{base}class A(KVConnectorBase_V1): ...\nclass B(KVConnectorBase_V1): ...\n",
         "reexports.py": f"{base}from kvdir import DirConnector\n",
         "pack/__init__.py": "",
-        "pack/conn.py": "class DirConnector: ...\n",
-        "no_package/conn.py": "class DirConnector: ...\n",
+        "pack/conn.py": f"{base}class DirConnector(KVConnectorBase_V1): ...\n",
+        "no_package/conn.py": f"{base}class DirConnector(KVConnectorBase_V1): ...\n",
+        "no-module.py": f"{base}class DirConnector(KVConnectorBase_V1): ...\n",
+        "__init__.py": f"{base}class DirConnector(KVConnectorBase_V1): ...\n",
     }
     for file, source in files.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)

@@ -85,8 +85,12 @@ def test_expected_failures(tmp_path: Path) -> None:
         ),
         (
             "[capabilities]\nbest_efort = true\nhmma = true",
-            "unknown capability 'best_efort'; did you mean best_effort? "
-            "unknown capability 'hmma'; did you mean hma?",
+            "unknown capabilities: 'best_efort' (did you mean best_effort?), "
+            "'hmma' (did you mean hma?)",
+        ),
+        (
+            "[capabilities]\nzzz = true\nhmma = true",
+            "unknown capabilities: 'zzz', 'hmma' (did you mean hma?); known are ",
         ),
         ("conector = 'a:B'", "unknown setting 'conector'; did you mean 'connector'?"),
         (
@@ -208,7 +212,7 @@ class TestEnvironment:
         (tmp_path / "only_here.py").write_text("")
         check_connector_name("only_here:C", [str(tmp_path)])
         for folder, sentence in (
-            ("", f"in {tmp_path} (--pythonpath)"),
+            ("", f"in {tmp_path} (pythonpath)"),
             ("misspelt", f"no directory {tmp_path / 'misspelt'}, which pythonpath names"),
         ):
             with pytest.raises(UsageError) as error:
@@ -281,5 +285,8 @@ def test_a_misspelt_placeholder_is_named(tmp_path: Path) -> None:
     """Every run would use the folder of that name, and find what others have stored."""
     with pytest.raises(UsageError, match=r"no placeholder \{temp\}; did you mean \{tmp\}\?"):
         load({"extra_config": {"stores": [{"path": "{temp}/kv"}]}}, start=tmp_path)
-    template = {"path": "{tmp}/{model}", "size": "{block_size}"}
+    for unclosed in ("{tmp", "{tmp/kv", "{block_size /"):
+        with pytest.raises(UsageError, match="lacks its closing brace"):
+            load({"extra_config": {"path": unclosed}}, start=tmp_path)
+    template = {"path": "{tmp}/{model}", "size": "{block_size}", "other": "{tmpfs"}
     assert load({"extra_config": template}, start=tmp_path).extra_config == template

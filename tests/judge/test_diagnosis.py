@@ -385,13 +385,30 @@ def describe_dummy(kind: str) -> str | None:
 
 
 def test_a_level_that_is_too_full_is_named_first_with_the_bound_that_it_exceeds() -> None:
-    def level(name: str, entries: int, used: int) -> dict[str, object]:
-        limits = {"bound": None, "held": 0, "bytes": used, "bytes_bound": 512, "full": True}
+    def level(name: str, entries: int, used: int, held: int = 0) -> dict[str, object]:
+        limits = {"bound": None, "held": held, "bytes": used, "bytes_bound": 512, "full": True}
         return {"name": name, "entries": entries, **limits}
 
     event = {"kind": "cache.state", "seq": 0, "step": 0, "held": 0}
-    event["levels"] = [level("fast", 2, 256), level("slow", 5, 640)]
+    event["levels"] = [level("fast", 2, 256), level("held", 6, 768, 6), level("slow", 5, 640)]
     assert describe(event) == (
         "slow has 5, 640 bytes of at most 512 (0 held);"
-        " fast has 2, 256 bytes of at most 512 (0 held); the cache has 0 holds"
+        " fast has 2, 256 bytes of at most 512 (0 held);"
+        " held has 6, 768 bytes of at most 512 (6 held); the cache has 0 holds"
     )
+
+
+@pytest.mark.parametrize(
+    ("gone", "released", "fate"),
+    [
+        (True, True, "had been released before"),
+        (False, True, "were released"),
+        (False, False, "were not released"),
+    ],
+)
+def test_a_consumer_that_failed_says_what_became_of_the_blocks(
+    gone: bool, released: bool, fate: str
+) -> None:
+    request = {"req": "d", "on": "two", "of": "p", "loaded": 0, "promised": 8, "wrong": False}
+    event = {"kind": "pair.request", "failed": True, "gone": gone, "released": released, **request}
+    assert describe(event) == f"d on engine two failed to load; the blocks of p {fate}"

@@ -79,6 +79,30 @@ def test_the_run_that_is_easiest_to_read_shows_a_cause() -> None:
     ((first, *rest),) = by_cause(rows)
     assert first.case == "short", "of those on one engine that count"
     assert [each.case for each in rest] == ["long", "other", "told", "risk"], "the others stay"
+    for name, value in (("scheduling", "async"), ("runner", "v2"), ("depth", 3), ("slow", "all")):
+        rows[2].engine, before = rows[0].engine, getattr(rows[2], name)
+        assert by_cause(rows)[0][0].case == "other"
+        setattr(rows[2], name, value)
+        assert by_cause(rows)[0][0].case == "short", f"another {name}"
+        setattr(rows[2], name, before)
+
+
+def test_a_cause_is_not_shown_by_one_that_joins_it() -> None:
+    rows = [row("load.position", word) for word in ("a", "b", "c", "d", "e")]
+    for one, event in zip(rows, (5, 6, 7, 8, 1), strict=True):
+        one.event = event
+    assert len(rows) == SHOWN + 1
+    assert [group[0].cause for group in by_cause(rows)] == [one.cause for one in rows[:SHOWN]]
+    mixed = [row("identity.content", "x", case) for case in ("two", "one")]
+    mixed[0].differs, mixed[1].differs = ("salt", "adapter"), ("salt",)
+    mixed[0].event, mixed[1].event = 1, 9
+    assert by_cause(mixed)[0][0].case == "one", "few differences say more than an early failure"
+
+
+def test_a_cause_is_not_shown_by_one_that_joins_it_as_a_risk() -> None:
+    rows = [row("load.position", "x", "counts"), risk("load.position", "x", "risk")]
+    rows[0].event, rows[1].event = 9, 1
+    assert by_cause(rows)[0][0].case == "counts"
 
 
 def test_a_risk_with_the_cause_of_a_failure_is_shown_with_the_failure() -> None:

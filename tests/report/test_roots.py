@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvconform.judge.foreign import UNHEARD
-from kvconform.judge.records import AGAIN, FAILED_LOAD, Row, Verdict
+from kvconform.judge.records import AGAIN, FAILED_LOAD, Place, Row, Verdict
 from kvconform.report.roots import Root, roots
 from kvconform.report.stage import Stage, stage
 
@@ -93,8 +93,19 @@ def test_saves_that_came_too_late_are_one_mistake() -> None:
     assert len(roots([early, owned])) == 2, "by an outdated table"
     early.outdated, owned.side, owned.suspected = None, None, None
     assert len(roots([early, owned])) == 2, "the other one is not known to be late"
-    elsewhere = told("save.owned", "f", "save", None)
-    assert shape(roots([early, owned, elsewhere])) == [("save.owned", ["save.confirmed"], [])]
+    more = [told("save.owned", case, "save", None) for case in ("f", "g")]
+    assert shape(roots([early, owned, *more])) == [("save.owned", ["save.confirmed"], [])], "most"
+    assert len(roots([early, owned, more[0]])) == 2, "half of them"
+
+
+def test_what_follows_a_root_cause_explains_as_much() -> None:
+    """A late save finds wiped memory in one run, and KV of others in another."""
+    owned = told("save.owned", "c", "save", None)
+    early = told("save.confirmed", "d", "save", None)
+    loads = [row("load.position", case) for case in ("c", "d")]
+    found = [("save.owned", ["load.position", "save.confirmed"], [])]
+    assert shape(roots([early, owned, *loads])) == found
+    assert len(roots([early, owned, *loads, row("load.position", "e")])) == 2, "a run without them"
 
 
 def test_wiped_memory_is_what_a_late_save_finds_as_well() -> None:
@@ -289,17 +300,28 @@ def test_a_load_of_other_layers_explains_the_layers_that_are_missing() -> None:
     layer = row("layout.layer", event=10)
     for each in (missing, layer):
         each.step, each.req = 14, "c"
+    assert len(roots([missing, layer])) == 2, "positions that are missing in all layers"
+    missing.cause = ("missing", "layers")
     assert shape(roots([missing, layer])) == [("layout.layer", ["load.complete-or-failed"], [])]
     layer.req = "x"
     assert len(roots([missing, layer])) == 2, "another load"
 
 
 def test_a_hook_raises_over_metadata_that_is_none() -> None:
-    raised, returned = row("hook.no-raise", event=9), row("meta.returned", event=7)
-    raised.step = returned.step = 3
-    assert shape(roots([raised, returned])) == [("meta.returned", ["hook.no-raise"], [])]
-    returned.step = 2
-    assert len(roots([raised, returned])) == 2, "another step"
+    raised = row("hook.no-raise", event=9, cause="AttributeError")
+    returned = row("meta.returned", event=7)
+    lost = row("worker.stays-bound", event=8)
+    raised.step = returned.step = lost.step = 3
+    raised.hook = "start_load_kv"
+    found = [("meta.returned", ["worker.stays-bound", "hook.no-raise"], [])]
+    assert shape(roots([raised, returned, lost])) == found
+    for name, value in (("hook", "update_connector_output"), ("cause", ("KeyError",)), ("step", 4)):
+        before = getattr(raised, name)
+        setattr(raised, name, value)
+        assert len(roots([raised, returned])) == 2, f"another {name}"
+        setattr(raised, name, before)
+    returned.gating = False
+    assert len(roots([raised, returned])) == 2, "advice hides nothing that counts"
 
 
 def test_start_load_kv_raises_over_keywords_that_it_does_not_take() -> None:
@@ -307,11 +329,16 @@ def test_start_load_kv_raises_over_keywords_that_it_does_not_take() -> None:
     raised.hook, raised.runner = "start_load_kv", "v2"
     found = [("api.start-load-kwargs", ["hook.no-raise"], [])]
     assert shape(roots([raised, form])) == found
-    for name, value in (("hook", "bind"), ("runner", "v1"), ("cause", ("KeyError",))):
+    here = Place("mine.py", 3, "start_load_kv", "sum(1)")
+    others = (("hook", "bind"), ("cause", ("KeyError",)), ("place", here))
+    for name, value in others:
         before = getattr(raised, name)
         setattr(raised, name, value)
         assert len(roots([raised, form])) == 2, f"another {name}"
         setattr(raised, name, before)
+    older = row("hook.no-raise", "e", cause="TypeError")
+    older.hook = "start_load_kv"
+    assert len(roots([raised, older, form])) == 2, "V1 passes none"
 
 
 def test_what_a_wrong_lookup_finds_was_announced_for_others() -> None:

@@ -48,9 +48,9 @@ def variants(case: Case) -> list[Variant]:
 def some(case: Case, whole: bool, engines: Sequence[str] = ("reference", "vllm")) -> list[Variant]:
     if whole:
         return case.variants(list(engines))
-    place = CASES.index(case)
-    each = [case.variants([engine]) for engine in engines]
-    return [found[place % len(found)] for found in each if found]
+    """On one engine, every second case is run with each scheduling; on the other, the rest."""
+    each = enumerate((case.variants([engine]) for engine in engines), CASES.index(case))
+    return [found[place % len(found)] for place, found in each if found]
 
 
 @WHOLE
