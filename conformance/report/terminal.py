@@ -377,4 +377,8 @@ def _part(collector: Collector) -> str:
     """Return which part of the suite the verdict is about; empty for all of it."""
     if collector.selection.shard is not None:
         return f" in shard {collector.selection.shard}; kvconform merge gives the verdict"
-    return " in what was selected" if collector.selection.narrowed else ""
+    if collector.selection.narrowed:
+        return " in what was selected"
+    profile = collector.settings.profile
+    is_whole = profile in (Settings.model_fields["profile"].default, "full")
+    return "" if is_whole else f" with profile {profile}"

@@ -306,7 +306,7 @@ def test_gitlab_gets_its_own(repository: Path) -> None:
 def test_the_template_passes_and_a_fault_in_it_is_found(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     done = init(tmp_path, "--template", "new", runner="")
-    assert done.returncode == 0 and "CONFORMANT  in" in done.stdout, (
+    assert done.returncode == 0 and "CONFORMANT with profile smoke  in" in done.stdout, (
         done.stdout[-2000:] + done.stderr
     )
     file = tmp_path / "new" / "folder_connector" / "connector.py"

@@ -69,6 +69,18 @@ NULL = failure("compose.null-effect")
 NULL.verdict, NULL.blocked_by = Verdict.BLOCKED, "load.position"
 
 
+@pytest.mark.parametrize(
+    ("profile", "text"),
+    [("core", "CONFORMANT  in"), ("smoke", "CONFORMANT with profile smoke  in")],
+)
+def test_a_verdict_names_a_profile_that_leaves_cases_out(profile: str, text: str) -> None:
+    found = collector()
+    judged(found)
+    found.selection.narrowed = False
+    found.settings.profile = profile
+    assert printed(found)[-1].startswith(text)
+
+
 def test_success_is_a_line_per_area_and_the_verdict() -> None:
     found = collector()
     judged(found)
