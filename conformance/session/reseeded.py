@@ -61,8 +61,9 @@ class Reseeded(Warm):
     def _is_gone(self, connection: socket.socket, pid: int) -> None:
         """Kill the processes of a client that has closed its end."""
         self._selector.unregister(connection)
-        with contextlib.suppress(OSError):
-            os.killpg(pid, signal.SIGKILL)
+        for kill in (os.kill, os.killpg):  # it may not lead its group yet
+            with contextlib.suppress(OSError):
+                kill(pid, signal.SIGKILL)
 
     def _run(self, message: Message, fds: list[int]) -> None:
         """Make the run of a request, in a forked process."""

@@ -87,6 +87,8 @@ def project() -> Iterator[Project]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_RUNTIME_DIR", str(runtime))
             patch.setenv("KVCONFORM_SERVER_IDLE", "300")
+            # Tests edit a file within a second, and a run without a server would keep its bytecode.
+            patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
             yield Project(folder, {"XDG_RUNTIME_DIR": str(runtime)})
 
 
