@@ -7,7 +7,7 @@ import difflib
 import linecache
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from types import FrameType, TracebackType
 from typing import NamedTuple
@@ -16,8 +16,12 @@ from typing import NamedTuple
 def did_you_mean(name: str, known: Iterable[str], most: int = 3, *, quoted: bool = False) -> str:
     """Return `; did you mean a or b?` with at most `most` known names close to `name`, or ""."""
     close = difflib.get_close_matches(name, list(known), most, 0.5)
-    names = map(repr, close) if quoted else close
-    return f"; did you mean {' or '.join(names)}?" if close else ""
+    return meant([*map(repr, close)] if quoted else close)
+
+
+def meant(names: Sequence[str]) -> str:
+    """Return `; did you mean a or b?`, or "" without names."""
+    return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
 class KvconformError(Exception):

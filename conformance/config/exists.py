@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvconform.compat.factory import installed_names
 from kvconform.compat.installed import may_provide
-from kvconform.errors import UsageError, did_you_mean
+from kvconform.errors import UsageError, did_you_mean, meant
 
 _CONNECTOR = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*")
 _SOURCES = 500
@@ -69,7 +69,8 @@ def _check_package(symbol: str, pythonpath: Sequence[str]) -> None:
     if _is_found(package, pythonpath):
         return
     if pythonpath:
-        here = [each.stem for place in map(Path, pythonpath) for each in place.iterdir()]
+        folders = filter(Path.is_dir, map(Path, pythonpath))
+        here = [each.stem for place in folders for each in place.iterdir()]
         close = did_you_mean(package, {each for each in here if each.isidentifier()}, 1)
         raise UsageError(
             f"there is no package {package!r} in {', '.join(pythonpath)} (pythonpath), "
@@ -182,12 +183,7 @@ def _hint_at_classes(name: str, pythonpath: Sequence[str]) -> str:
     *_, (_, found) = located(name, pythonpath)
     if found is None or not (found.origin or "").endswith(".py"):
         return ""
-    try:
-        tree = ast.parse(Path(found.origin or "").read_text(encoding="utf-8"))
-    except (SyntaxError, OSError, ValueError):
-        return ""
-    classes = [f"{name}:{each}" for each in _connectors_in(tree)]
-    return f"; did you mean {' or '.join(classes)}?" if classes else ""
+    return meant([f"{name}:{each}" for each in _connectors_in(_parsed(Path(found.origin or "")))])
 
 
 def _hint_at_places(name: str, pythonpath: Sequence[str]) -> str:
@@ -204,16 +200,19 @@ def _hint_at_places(name: str, pythonpath: Sequence[str]) -> str:
             parts = packages if last == "__init__" else [*packages, last]
             if not inside or not parts or not all(map(str.isidentifier, parts)):
                 continue
-            try:
-                tree = ast.parse(source.read_text(encoding="utf-8"))
-            except (SyntaxError, OSError, ValueError):
-                continue
-            for each in _connectors_in(tree):
+            for each in _connectors_in(_parsed(source)):
                 found.setdefault(each, []).append(f"{'.'.join(parts)}:{each}")
     close = difflib.get_close_matches(name, found, 1, 0.8)
     # The shortest is how the package itself names it.
-    known = sorted(found[close[0]], key=len)[:2] if close else []
-    return f"; did you mean {' or '.join(known)}?" if known else ""
+    return meant(sorted(found[close[0]], key=len)[:2]) if close else ""
+
+
+def _parsed(source: Path) -> ast.Module:
+    """Return the tree of a source; one without statements if it cannot be read or parsed."""
+    try:
+        return ast.parse(source.read_text(encoding="utf-8"))
+    except (SyntaxError, OSError, ValueError):
+        return ast.Module([], [])
 
 
 def _connectors_in(tree: ast.Module) -> list[str]:

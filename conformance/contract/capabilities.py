@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Any, Literal, get_args
@@ -183,14 +184,12 @@ def complete(declared: dict[str, Any]) -> dict[str, Any]:
     UsageError for an unknown name or a value of the wrong type.
     """
     if unknown := [name for name in declared if name not in CAPABILITIES]:
-        hints = [did_you_mean(name, CAPABILITIES, 1) for name in unknown]
-        known = "" if all(hints) else f"; known are {', '.join(sorted(CAPABILITIES))}"
-        named = [f"{name!r}{hint}" for name, hint in zip(unknown, hints, strict=True)]
-        raise UsageError(
-            f"unknown capability {named[0]}{known}"
-            if len(named) == 1
-            else f"unknown capabilities: {', '.join(map(_in_brackets, named))}{known}"
-        )
+        hints = {name: did_you_mean(name, CAPABILITIES, 1) for name in unknown}
+        known = "" if all(hints.values()) else f"; known are {', '.join(sorted(CAPABILITIES))}"
+        if len(unknown) == 1:
+            raise UsageError(f"unknown capability {unknown[0]!r}{hints[unknown[0]]}{known}")
+        named = [f"{name!r}" + re.sub("; (.*)", r" (\1)", hint) for name, hint in hints.items()]
+        raise UsageError(f"unknown capabilities: {', '.join(named)}{known}")
     for name, value in declared.items():
         CAPABILITIES[name].check(name, value)
     operations = declared.get("controller", ())
@@ -200,12 +199,6 @@ def complete(declared: dict[str, Any]) -> dict[str, Any]:
             "other operations did"
         )
     return {name: declared.get(name, known.default) for name, known in CAPABILITIES.items()}
-
-
-def _in_brackets(named: str) -> str:
-    """Return a name with what may be meant in brackets: `'a' (did you mean b?)`."""
-    name, semicolon, hint = named.partition("; ")
-    return f"{name} ({hint})" if semicolon else name
 
 
 def has(value: Any) -> bool:

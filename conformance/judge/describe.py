@@ -368,14 +368,15 @@ def _plan(e: Event) -> str:
 
 def _level(level: Mapping[str, Any]) -> str:
     bound = "" if level["bound"] is None else f" of at most {level['bound']}"
-    if level.get("bytes_bound") is not None:
-        bound += f", {many(level['bytes'], 'byte')} of at most {level['bytes_bound']}"
+    if (most := level.get("bytes_bound")) is not None:
+        bound += f", {many(level['bytes'], 'byte')} of at most {most}"
     return f"{level['name']} has {level['entries']}{bound} ({level['held']} held)"
 
 
 def _is_within_bound(level: Mapping[str, Any]) -> bool:
     bound: float = math.inf if level["bound"] is None else level["bound"]
-    fits = level["bytes"] <= level["bytes_bound"] if level.get("bytes_bound") is not None else True
+    most = level.get("bytes_bound")
+    fits = most is None or level["bytes"] <= most
     return bool(level["entries"] <= level["held"] or (level["entries"] <= bound and fits))
 
 

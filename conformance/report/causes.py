@@ -37,8 +37,7 @@ def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
     """Return failed rows grouped by requirement and cause; at most SHOWN groups of each kind.
 
     The first row of a group says what kind of failure it is: of two requests whose KV was mixed up,
-    it is one that fewest differences tell apart. Of those, it is one of which it is told where
-    wrong bytes come from, and then the earliest in its run, as that run is the easiest to read. A
+    it is one that fewest differences tell apart. It is the easiest of those to read (`plainest`). A
     risk whose cause also fails where it counts joins that group, behind the rows that count. The
     requirements are ordered as `_earlier_first` has it, causes before what they may explain
     (kvconform.report.stage); the causes of one requirement by first appearance.
@@ -65,9 +64,11 @@ def by_cause(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def plainest(group: Sequence[Row]) -> Row:
-    """Return the row that shows best what all rows of a group show, in runs like that of the first.
+    """Return the row that is the easiest to read, of those that are like the first of a group.
 
-    It counts as the first does, has the same cause, and ran with the same engine and scheduling.
+    These count as the first does, have the same cause, and ran with the same engine and scheduling.
+    A row that says whether the save or the load went wrong is preferred, then the earliest in its
+    run.
     """
 
     def kind(row: Row) -> tuple[object, ...]:

@@ -238,8 +238,7 @@ def _by_outdated_tables(groups: Sequence[list[Row]]) -> list[list[Row]]:
     known = [
         group
         for group in groups
-        if stage(group[0]) in MOVING
-        and 2 * sum(row.outdated is not None for row in group) > len(group)
+        if stage(group[0]) in MOVING and _in_most(group, lambda row: row.outdated is not None)
     ]
     return sorted(known, key=lambda group: -len({row.run for row in group}))
 
@@ -428,14 +427,17 @@ def _early_or_late(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Ro
 
 
 def _is_told(group: Sequence[Row]) -> bool:
-    """Return whether it is told, in most runs, where a save or load went wrong."""
-    return 2 * sum(row.side is not None for row in group) > len(group)
+    """Return whether most of these failures say whether the save or the load went wrong."""
+    return _in_most(group, lambda row: row.side is not None)
 
 
 def _is_late(group: Sequence[Row]) -> bool:
     """Return whether saves are known, in most runs, to have read blocks that were lost before."""
-    late = [row for row in group if row.side == "save" and row.outdated is None]
-    return 2 * len(late) > len(group)
+    return _in_most(group, lambda row: row.side == "save" and row.outdated is None)
+
+
+def _in_most(group: Sequence[Row], holds: Callable[[Row], bool]) -> bool:
+    return 2 * sum(map(holds, group)) > len(group)
 
 
 def _written_elsewhere(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:

@@ -89,6 +89,14 @@ def process_restart(steps: Sequence[Any]) -> int | None:
     return None
 
 
+def needs_another_seed(variant: Variant) -> bool:
+    """Return whether a run, or a part of it, is made with another hash seed, too."""
+    steps = variant.case.steps
+    restart = process_restart(steps)
+    is_reseeded = restart is not None and not forks(steps[restart])
+    return is_reseeded or "hash-seed" in variant.case.relations
+
+
 @dataclass
 class FirstPart:
     """What the first part of a case leaves for the second one: `left` is set when it has ended."""

@@ -10,20 +10,19 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import IO, Any
 from unittest.mock import patch
 
 from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
 
 from kvconform.config.settings import HASH_SEED, Settings
-from kvconform.contract.case import Variant
-from kvconform.contract.steps import forks
 from kvconform.process import scratch, watchdog, wire
 from kvconform.process.server import has_placeholder
-from kvconform.run.isolation import OTHER_SEED, RESEEDED, process_restart
+from kvconform.run.isolation import OTHER_SEED, RESEEDED
 
 START_LIMIT = 600.0
 QUIET = 60.0
@@ -180,28 +179,12 @@ def private_server(settings: Settings, log: Path) -> Iterator[socket.socket]:
     ours, theirs = socket.socketpair()
     with ours, log.open("wb") as output:
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kvconform.session.warm", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=findable(environment_of(settings), sys.path),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            process = _started("kvconform.session.warm", theirs, settings, output)
         try:
             yield ours
         finally:
             process.terminate()  # its workers have ended
             process.wait()
-
-
-def needs_another_seed(variant: Variant) -> bool:
-    """Return whether a run, or a part of it, is made with another hash seed, too."""
-    steps = variant.case.steps
-    restart = process_restart(steps)
-    is_reseeded = restart is not None and not forks(steps[restart])
-    return is_reseeded or "hash-seed" in variant.case.relations
 
 
 @contextlib.contextmanager
@@ -217,18 +200,33 @@ def reseeded_server(settings: Settings, log: Path) -> Iterator[None]:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(place)
             listener.listen()
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kvconform.session.reseeded", str(listener.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=findable(environment_of(settings), sys.path) | {HASH_SEED: OTHER_SEED},
-                pass_fds=[listener.fileno()],
-                start_new_session=True,
-            )
+            seed = {HASH_SEED: OTHER_SEED}
+            process = _started("kvconform.session.reseeded", listener, settings, output, seed)
         try:
             with patch.dict(os.environ, {RESEEDED: place}):
                 yield
         finally:
             process.kill()
             process.wait()
+
+
+def _started(
+    module: str,
+    end: socket.socket,
+    settings: Settings,
+    output: IO[bytes],
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.Popen[bytes]:
+    """Start a module that serves at a socket and finds the vLLM that this process would import.
+
+    Its output goes to `output`. `more`: further environment variables.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, str(end.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env={**findable(environment_of(settings), sys.path), **more},
+        pass_fds=[end.fileno()],
+        start_new_session=True,
+    )

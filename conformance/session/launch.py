@@ -24,10 +24,10 @@ from kvconform.config.settings import HASH_SEED, Settings
 from kvconform.errors import EnvironmentProblem
 from kvconform.report.merge import JUNIT
 from kvconform.report.terminal import make_console
+from kvconform.run.isolation import needs_another_seed
 from kvconform.session.controller import INTERRUPTS, Controller, Listener
 from kvconform.session.gateways import (
     forked_workers,
-    needs_another_seed,
     private_server,
     reseeded_server,
     unfit,

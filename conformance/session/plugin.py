@@ -182,6 +182,7 @@ def _controller(config: pytest.Config) -> Any:
             load(given, file=config.getoption("kvconform_config")), make_console(sys.stdout)
         )
     except KvconformError as error:
-        # Here, the options have a prefix.
-        message = re.sub(r"^--(?!kvconform)", "--kvconform-", error.message)
+        # Here, these options have a prefix.
+        options = "|".join(names).replace("_", "-")
+        message = re.sub(rf"--(?=({options})\b)", "--kvconform-", error.message)
         raise pytest.UsageError(message) from None

@@ -21,39 +21,22 @@ from kvconform.run import child
 from kvconform.session.forked import add, become, draw_afresh
 from kvconform.session.warm import Warm
 
-PATIENCE = 5.0
-"""Seconds that a client has for sending its request."""
-
 
 class Reseeded(Warm):
     """Forks for the runs that are asked for at a socket; one instance a process."""
 
     def listen(self, listener: socket.socket) -> None:
         """Answer requests until this process is ended."""
-        self.wait_for(listener, lambda: self._accept(listener))
+        self.wait_for(listener, lambda: self.accept(listener, self._answer))
         self.serve()
 
     def is_over(self) -> bool:
         """Return False: the process that started this one ends it."""
         return False
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _answer(self, connection: socket.socket, message: Message, fds: list[int]) -> None:
         """Fork for a run; its process is killed when the client is gone."""
-        connection, _ = listener.accept()
-        connection.settimeout(PATIENCE)
-        fds: list[int] = []
-        try:
-            if not wire.is_own(connection):
-                raise PermissionError
-            message, fds = wire.receive(connection)
-            connection.settimeout(None)
-            pid = self.fork(lambda: self._run(message, fds), connection)
-        except (OSError, EOFError, ValueError):
-            connection.close()
-            return
-        finally:
-            for fd in fds:
-                os.close(fd)
+        pid = self.fork(lambda: self._run(message, fds), connection)
         self.wait_for(connection, lambda: self._is_gone(connection, pid))
         with contextlib.suppress(OSError):
             wire.send(connection, {"pid": pid})

@@ -38,6 +38,10 @@ MODULES = (
 TOOLS = ("_pytest.junitxml", "xdist.remote")
 
 
+PATIENCE = 5.0
+"""Seconds that a client has for sending its request."""
+
+
 class Warm:
     """Forks workers for the controllers at the other ends of channels; one instance a process."""
 
@@ -75,6 +79,30 @@ class Warm:
     def wait_for(self, what: socket.socket, act: Callable[[], None]) -> None:
         """Call `act` whenever a socket is readable."""
         self._selector.register(what, selectors.EVENT_READ, act)
+
+    def accept(
+        self,
+        listener: socket.socket,
+        answer: Callable[[socket.socket, wire.Message, list[int]], None],
+    ) -> None:
+        """Accept a client of this user, and call `answer` with its connection, request and files.
+
+        The files are closed then; the connection is `answer`'s, unless that fails.
+        """
+        connection, _ = listener.accept()
+        connection.settimeout(PATIENCE)
+        fds: list[int] = []
+        try:
+            if not wire.is_own(connection):
+                raise PermissionError
+            message, fds = wire.receive(connection)
+            connection.settimeout(None)
+            answer(connection, message, fds)
+        except (OSError, EOFError, ValueError, KeyError):
+            connection.close()  # a client that is gone, or that is none
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def serve(self, patience: float | None = None) -> None:
         """Answer requests until it is over; that is seen within `patience` seconds."""

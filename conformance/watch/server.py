@@ -24,8 +24,6 @@ IDLE = 900.0
 """Seconds without a run after which the server ends."""
 IDLE_SECONDS = "KVCONFORM_SERVER_IDLE"
 """Environment variable: another number of seconds."""
-PATIENCE = 5.0
-"""Seconds that a client has for sending its request."""
 MODULES = (
     "kvconform.session.launch",
     "xdist.plugin",
@@ -61,7 +59,7 @@ class Server(Warm):
         listener = _listen(self._path)
         self._inode = self._path.stat().st_ino
         self._last = time.monotonic()  # importing vLLM was no idle time
-        self.wait_for(listener, lambda: self._accept(listener))
+        self.wait_for(listener, lambda: self.accept(listener, self._answer))
         self.serve(min(5.0, self._idle))
         if self._owns_path():
             self._path.unlink(missing_ok=True)
@@ -84,24 +82,11 @@ class Server(Warm):
             return self._path.stat().st_ino == self._inode
         return False
 
-    def _accept(self, listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        connection.settimeout(PATIENCE)
-        fds: list[int] = []
-        try:
-            if not wire.is_own(connection):
-                return
-            message, fds = wire.receive(connection)
-            connection.settimeout(None)
-            self._answer(connection, message, fds)
-        except (OSError, EOFError, ValueError, KeyError):
-            pass  # a client that is gone, or that is none
-        finally:
-            for fd in fds:
-                os.close(fd)
-            connection.close()
-
     def _answer(self, connection: socket.socket, message: Message, fds: list[int]) -> None:
+        with connection:
+            self._do(connection, message, fds)
+
+    def _do(self, connection: socket.socket, message: Message, fds: list[int]) -> None:
         what = message["what"]
         if what == "end":
             self._stale = "(it was asked to end)"

@@ -7,6 +7,8 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from program_rig import FAKE, python
 
 INERT = """
@@ -40,6 +42,17 @@ def test_without_a_connector_there_is_a_sentence(tmp_path: Path) -> None:
         "name the connector: pytest --pyargs kvconform --connector package.module:Class"
         in done.stdout
     )
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--kvconform-hook-timeout", "-1"), ("--extra-config", "nope")]
+)
+def test_a_mistake_names_the_option_as_pytest_has_it(
+    tmp_path: Path, option: str, value: str
+) -> None:
+    connector = ("--pyargs", "kvconform", "--connector", "json:Fake")
+    done = pytest_in(tmp_path, *connector, option, value)
+    assert f"ERROR: {option}" in done.stdout + done.stderr
 
 
 def test_pytest_runs_it_too(tmp_path: Path) -> None:

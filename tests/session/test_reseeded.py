@@ -21,8 +21,7 @@ import warm_rig
 from kvconform.contract.loader import load_spec
 from kvconform.process import wire
 from kvconform.run import isolation
-from kvconform.run.isolation import HASH_SEED, OTHER_SEED, RESEEDED
-from kvconform.session.gateways import needs_another_seed
+from kvconform.run.isolation import HASH_SEED, OTHER_SEED, RESEEDED, needs_another_seed
 from program_rig import kvconform
 
 COLD = """
