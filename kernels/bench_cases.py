@@ -130,7 +130,7 @@ class Bench:
         yield Case("scatter", "vLLM reshape_and_cache_flash", 2, call)
 
     def lmcache(self) -> Iterator[Case | str]:
-        """Yield LMCache's `multi_layer_kv_transfer`; a note if not installed.
+        """Yield LMCache's `multi_layer_kv_transfer`; a note if not installed, or if it refuses.
 
         Nothing for a layout that it does not take, and on the CPU.
         """
@@ -168,5 +168,10 @@ class Bench:
                 head_size=paged.dim,
             )
 
+        try:
+            call(ways.D2H)
+        except (TypeError, RuntimeError) as error:
+            yield f"LMCache's kernels refuse {self.layout.name}: {str(error).splitlines()[0]}"
+            return
         yield Case("gather", "LMCache multi_layer_kv_transfer", 2, lambda: call(ways.D2H))
         yield Case("scatter", "LMCache multi_layer_kv_transfer", 2, lambda: call(ways.H2D))

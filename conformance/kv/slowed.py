@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -46,7 +45,9 @@ class Watched:
     def __init__(self, holds: Holds, slow: Slow) -> None:
         self._holds, self._slow = holds, slow
         self._compute = handle_of(torch.cuda.current_stream())
-        self._marks: WeakKeyDictionary[Any, Mark] = WeakKeyDictionary()
+        # With the event, by its id: weak references to a torch.cuda.Event must not be kept, for
+        # torch (2.11) does not clear them when it frees the event.
+        self._marks: dict[int, tuple[Any, Mark]] = {}
         self._asked: Counter[Mark] = Counter()
 
     def _in_use(self, stream: Any) -> None:
@@ -59,6 +60,15 @@ class Watched:
     def _mark(self, stream: Any) -> Mark:
         """Return the place behind all that a stream has been given."""
         return self._holds.mark(handle_of(stream))
+
+    def _note(self, event: Any, mark: Mark) -> None:
+        """Note the place at which an event was recorded."""
+        self._marks[id(event)] = event, mark
+
+    def _noted(self, event: Any) -> Mark | None:
+        """Return the place at which an event was recorded, or None."""
+        found = self._marks.get(id(event))
+        return found[1] if found else None
 
     def enter(self, call: Method, this: Any, /) -> Any:
         """See torch.cuda.StreamContext.__enter__."""
@@ -80,13 +90,13 @@ class Watched:
     def wait_event(self, call: Method, this: Any, /, event: Any) -> None:
         """See torch.cuda.Stream.wait_event."""
         call(this, event)
-        self._follow(this, self._marks.get(event))
+        self._follow(this, self._noted(event))
 
     def wait(self, call: Method, this: Any, /, stream: Any = None) -> None:
         """See torch.cuda.Event.wait."""
         stream = torch.cuda.current_stream() if stream is None else stream
         call(this, stream)
-        self._follow(stream, self._marks.get(this))
+        self._follow(stream, self._noted(this))
 
     def _follow(self, stream: Any, mark: Mark | None) -> None:
         if mark is None:
@@ -99,17 +109,17 @@ class Watched:
         """See torch.cuda.Event.record."""
         stream = torch.cuda.current_stream() if stream is None else stream
         call(this, stream)
-        self._marks[this] = self._mark(stream)
+        self._note(this, self._mark(stream))
 
     def record_event(self, call: Method, this: Any, /, event: Any = None) -> Any:
         """See torch.cuda.Stream.record_event."""
         event = call(this, event)
-        self._marks[event] = self._mark(this)
+        self._note(event, self._mark(this))
         return event
 
     def synchronize_event(self, call: Method, this: Any, /) -> None:
         """See torch.cuda.Event.synchronize."""
-        self._holds.release(self._marks.get(this))
+        self._holds.release(self._noted(this))
         call(this)
 
     def synchronize_stream(self, call: Method, this: Any, /) -> None:
@@ -124,7 +134,7 @@ class Watched:
 
     def query_event(self, call: Method, this: Any, /) -> bool:
         """See torch.cuda.Event.query."""
-        return self._answer(call(this), self._marks.get(this))
+        return self._answer(call(this), self._noted(this))
 
     def query_stream(self, call: Method, this: Any, /) -> bool:
         """See torch.cuda.Stream.query."""

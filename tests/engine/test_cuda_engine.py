@@ -229,6 +229,34 @@ def test_a_transfer_goes_on_when_the_compute_stream_waits_for_it(
         assert held == [f"release {load.cuda_stream}"]
 
 
+class OutlivedByReferences:
+    """Has no weak references, which are never cleared when torch 2.11 frees a torch.cuda.Event."""
+
+    __slots__ = ()
+
+    def record(self, stream: Any = None) -> None:
+        """Record nothing."""
+
+    wait = synchronize = query = record
+
+
+def test_events_are_not_noted_by_weak_references(
+    held: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with emulate(None):
+        monkeypatch.setattr(torch.cuda, "Event", OutlivedByReferences)
+        with gpu.opened("cuda", "transfers"):
+            load, _ = two_streams()
+            with torch.cuda.stream(load):
+                pass
+            event = torch.cuda.Event()
+            event.record(load)
+            held.clear()
+            event.synchronize()
+            assert held == [f"release {load.cuda_stream}"]
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize(
     "wait",
     [
