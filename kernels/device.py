@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ __all__ = [
     "origin_of",
     "program",
     "slots_of",
+    "start",
     "tl",
     "triton",
     "turned",
@@ -62,8 +64,11 @@ ROW_BYTES = 128
 
 These are whole cache lines of four rows, so that few threads compute the same row's code.
 """
-COPIED_BYTES = 512
-"""The same for rows that are copied, and not computed."""
+COPIED_BYTES = 2048
+"""The same for rows that are copied, and not computed.
+
+Parts of a row that are read one after the other cost more than lanes without an element.
+"""
 TILE_BYTES = 16384
 """Bytes of a program's tile: 128 per thread with 4 warps, so eight accesses of 16 bytes each."""
 TILE_ROWS = 64
@@ -93,7 +98,39 @@ def choose(device: torch.device, backend: str | None) -> bool:
 
 def on(device: torch.device) -> Any:
     """Return a context in which launches go to this device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+"""Compiled kernels by all that they were compiled for (`start`)."""
+
+
+def start(
+    kernel: Any,
+    grid: tuple[int, int],
+    tensors: tuple[torch.Tensor, ...],
+    numbers: tuple[int, ...],
+    constants: tuple[int, ...],
+) -> None:
+    """Launch a kernel with these arguments, in this order, on the current device.
+
+    Triton looks at every argument to find what to launch, and asks the driver about every tensor,
+    which takes the host as long as several launches. Here it is found by what a compilation depends
+    on: the constants, and the types and alignment of the tensors. `numbers` are those for which the
+    kernel says do_not_specialize; they have 31 bits at most.
+    """
+    places = tuple(tensor.data_ptr() for tensor in tensors)
+    kinds = tuple((tensor.dtype, place % 16) for tensor, place in zip(tensors, places, strict=True))
+    key = (kernel, tensors[0].device, constants, kinds)
+    known = _compiled.get(key)
+    if known is not None:
+        known[(*grid, 1)](*places, *numbers, *constants)
+        return
+    made = kernel[grid](*tensors, *numbers, *constants)
+    if made is not None:  # the interpreter makes nothing
+        _compiled[key] = made
 
 
 class Cut(NamedTuple):
@@ -109,6 +146,7 @@ class Cut(NamedTuple):
     even: bool
 
     @classmethod
+    @lru_cache
     def of(cls, rows: int, dim: int, itemsize: int, copied: bool = False) -> Cut:
         """Return the division for `rows` rows of `dim` elements.
 
@@ -119,7 +157,7 @@ class Cut(NamedTuple):
         most = min(row_bytes // itemsize, 1 << (dim - 1).bit_length())
         lanes = most
         # 96 elements are divided into three times 32 rather than twice 64.
-        while dim % lanes and lanes * itemsize > 64:
+        while not copied and dim % lanes and lanes * itemsize > 64:
             lanes //= 2
         if dim % lanes:
             lanes = most

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from kvconform.kernels.device import choose, mix, on, tl, triton
+from kvconform.kernels.device import choose, mix, on, start, tl, triton
 from kvconform.kernels.lanes import mix64
 from kvconform.kernels.paged import Paged
 from kvconform.kernels.rows import PIECE
@@ -81,44 +81,42 @@ def digest_triton(paged: Paged, blocks: torch.Tensor, out: torch.Tensor) -> None
             lanes = min(lanes, 512 // wide.element_size())
             slots = 1 << (paged.size - 1).bit_length()
             tile = max(1, min(slots, 8192 // (lanes * wide.element_size())))
-            digest_kernel[(len(blocks) * paged.sides, len(launch.where))](
-                wide,
-                launch.where,
-                blocks,
-                out,
-                paged.blocks,
-                *launch.words.strides,
-                paged.heads,
-                wide.shape[-1],
-                words,
-                len(paged.numbers),
-                launch.start,
-                launch.words.pack,
-                wide.element_size(),
-                paged.sides,
-                paged.size,
-                tile,
-                lanes,
+            start(
+                digest_kernel,
+                (len(blocks) * paged.sides, launch.layers),
+                (wide, launch.where, blocks, out),
+                (paged.blocks, paged.heads, len(paged.numbers), launch.start),
+                (
+                    *launch.words.strides,
+                    wide.shape[-1],
+                    words,
+                    launch.words.pack,
+                    wide.element_size(),
+                    paged.sides,
+                    paged.size,
+                    tile,
+                    lanes,
+                ),
             )
 
 
-@triton.jit(do_not_specialize=["limit", "heads", "layers", "start"])
+@triton.jit(do_not_specialize=["limit", "heads", "layers", "before"])
 def digest_kernel(
     cache,
     where,
     blocks,
     out,
     limit,
+    heads,
+    layers,
+    before,
     block_stride,
     head_stride,
     slot_stride,
     side_stride,
     lane_stride,
-    heads,
     dim,
     words,
-    layers,
-    start,
     RATIO: tl.constexpr,
     BYTES: tl.constexpr,
     SIDES: tl.constexpr,
@@ -168,4 +166,4 @@ def digest_kernel(
                 weight = mix(row.to(tl.uint64)) | 1
                 total += (value << ((byte % 8) * 8).to(tl.uint64)[None, :]) * weight
     code = mix(tl.sum(tl.sum(total, axis=1), axis=0)).to(tl.int64, bitcast=True)
-    tl.store(out + (item.to(tl.int64) * layers + start + layer) * SIDES + side, code, mask=exists)
+    tl.store(out + (item.to(tl.int64) * layers + before + layer) * SIDES + side, code, mask=exists)

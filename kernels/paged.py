@@ -83,10 +83,14 @@ class Launch:
         """The layer's bits in integers of at most 8 bytes."""
         return self._words(8)
 
+    @cached_property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.where)
+
     def grid(self, programs: int) -> tuple[int, int]:
         """Return the grid of a launch of as many programs per layer, for `device.program`."""
-        layers = len(self.where)
-        return (programs * layers, 1) if self.inside else (programs, layers)
+        return (programs * self.layers, 1) if self.inside else (programs, self.layers)
 
     def _words(self, most: int) -> Words:
         """Return the layer's bits in integers as wide as all layers permit.

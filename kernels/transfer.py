@@ -6,7 +6,17 @@ from __future__ import annotations
 
 import torch
 
-from kvconform.kernels.device import Cut, choose, distance, on, program, slots_of, tl, triton
+from kvconform.kernels.device import (
+    Cut,
+    choose,
+    distance,
+    on,
+    program,
+    slots_of,
+    start,
+    tl,
+    triton,
+)
 from kvconform.kernels.paged import BITS, Paged
 from kvconform.kernels.rows import split
 from kvconform.kernels.wide import wider
@@ -123,25 +133,23 @@ def _transfer(paged: Paged, slots: torch.Tensor, rows: torch.Tensor, into: bool)
         for launch in paged.launches:
             sides, dim = merged(paged, launch.strides)
             cut = Cut.of(count, dim, paged.itemsize, copied=True)
-            transfer_kernel[launch.grid(cut.programs(count, paged.heads, sides))](
-                launch.base,
-                launch.where,
-                slots,
-                rows[launch.start :],
-                count,
-                paged.slots,
-                *launch.strides,
-                row,
-                sides * dim,
-                paged.heads,
-                len(launch.where),
-                dim,
-                sides,
-                paged.size,
-                launch.align,
-                launch.inside,
-                *cut,
-                into,
+            start(
+                transfer_kernel,
+                launch.grid(cut.programs(count, paged.heads, sides)),
+                (launch.base, launch.where, slots, rows[launch.start :]),
+                (count, paged.slots, paged.heads, launch.layers),
+                (
+                    *launch.strides,
+                    row,
+                    sides * dim,
+                    dim,
+                    sides,
+                    paged.size,
+                    launch.align,
+                    launch.inside,
+                    *cut,
+                    into,
+                ),
             )
 
 
@@ -153,6 +161,8 @@ def transfer_kernel(
     rows,
     count,
     limit,
+    heads,
+    layers,
     block_stride,
     head_stride,
     slot_stride,
@@ -160,8 +170,6 @@ def transfer_kernel(
     lane_stride,
     row_stride,
     row_head_stride,
-    heads,
-    layers,
     dim,
     SIDES: tl.constexpr,
     SIZE: tl.constexpr,

@@ -22,6 +22,7 @@ from kvconform.kernels.device import (
     origin_of,
     program,
     slots_of,
+    start,
     tl,
     triton,
     turned,
@@ -215,33 +216,35 @@ def verify_triton(
         for launch in paged.launches:
             units = launch.units
             programs = cut.programs(count, paged.heads, paged.sides)
-            verify_kernel[launch.grid(programs)](
-                units.bits,
-                launch.where,
-                slots,
-                content,
-                found,
-                count,
-                paged.slots,
-                *units.strides,
-                paged.heads,
-                paged.dim,
-                len(launch.where),
-                len(paged.numbers),
-                launch.start,
-                paged.kind,
-                paged.sides,
-                paged.size,
-                launch.align,
-                launch.inside,
-                *cut,
-                EACH[paged.itemsize],
-                units.pack,
-                LAST,
+            start(
+                verify_kernel,
+                launch.grid(programs),
+                (units.bits, launch.where, slots, content, found),
+                (
+                    count,
+                    paged.slots,
+                    paged.heads,
+                    launch.layers,
+                    len(paged.numbers),
+                    launch.start,
+                ),
+                (
+                    *units.strides,
+                    paged.dim,
+                    paged.kind,
+                    paged.sides,
+                    paged.size,
+                    launch.align,
+                    launch.inside,
+                    *cut,
+                    EACH[paged.itemsize],
+                    units.pack,
+                    LAST,
+                ),
             )
 
 
-@triton.jit(do_not_specialize=["count", "limit", "heads", "layers", "all_layers", "start"])
+@triton.jit(do_not_specialize=["count", "limit", "heads", "layers", "all_layers", "begin"])
 def verify_kernel(
     cache,
     where,
@@ -250,16 +253,16 @@ def verify_kernel(
     found,
     count,
     limit,
+    heads,
+    layers,
+    all_layers,
+    begin,
     block_stride,
     head_stride,
     slot_stride,
     side_stride,
     lane_stride,
-    heads,
     dim,
-    layers,
-    all_layers,
-    start,
     KIND: tl.constexpr,
     SIDES: tl.constexpr,
     SIZE: tl.constexpr,
@@ -325,7 +328,7 @@ def verify_kernel(
         wrong = tl.sum(many, axis=1)
         tl.atomic_add(found + 2 + item, wrong.to(tl.int64), mask=item < count)
         tl.atomic_add(found, tl.sum(wrong, axis=0).to(tl.int64))
-        row = ((item.to(tl.int64) * all_layers + start + layer) * heads + head) * SIDES + side
+        row = ((item.to(tl.int64) * all_layers + begin + layer) * heads + head) * SIDES + side
         tl.atomic_max(found + 1, tl.max(tl.where(wrong > 0, LAST - (row * dim + least), 0), axis=0))
 
 

@@ -168,3 +168,50 @@ def test_the_package_itself_imports_nothing() -> None:
         [sys.executable, "-c", "import sys, kvconform.kernels; assert 'torch' not in sys.modules"],
         check=True,
     )
+
+
+class Compiles:
+    """Stands for a kernel: notes what it was compiled for, and what was launched."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def compile_(*args: Any) -> Any:
+            self.compiled.append(args)
+            return Compiled(self, args)
+
+        return compile_
+
+
+class Compiled:
+    """Stands for a compiled kernel, which takes addresses for tensors, and a grid of three axes."""
+
+    def __init__(self, kernel: Compiles, of: tuple[Any, ...]) -> None:
+        self.kernel, self.of = kernel, of
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        assert len(grid) == 3
+        return lambda *args: self.kernel.launched.append((self.of, args))
+
+
+def test_a_kernel_is_compiled_anew_only_for_other_constants_types_or_alignment() -> None:
+    kernel = Compiles()
+    tensor = torch.zeros(64, dtype=torch.int16)
+    aligned = tensor[-tensor.data_ptr() // 2 % 8 :][:40]
+    calls: list[tuple[torch.Tensor, int, int]] = [
+        (aligned, 3, 7),
+        (aligned[1:], 3, 7),
+        (aligned, 3, 8),
+        (aligned.view(torch.uint16), 3, 7),
+    ]
+    for _ in range(2):
+        for one, number, constant in calls:
+            device.start(kernel, (5, 2), (one,), (number,), (constant,))
+    device.start(kernel, (6, 2), (aligned[8:],), (4,), (7,))
+    assert [args[1:] for args in kernel.compiled] == [(3, 7), (3, 7), (3, 8), (3, 7)]
+    assert kernel.launched == [
+        *((of, (of[0].data_ptr(), *of[1:])) for of in kernel.compiled),
+        (kernel.compiled[0], (aligned[8:].data_ptr(), 4, 7)),
+    ]
