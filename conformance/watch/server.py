@@ -10,12 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from kvconform.process import wire
+from kvconform.config.settings import HASH_SEED
+from kvconform.process import scratch, wire
 from kvconform.process.wire import Message
+from kvconform.run.isolation import OTHER_SEED, RESEEDED
 from kvconform.session.warm import Warm
 from kvconform.watch.forked import control, peek
 from kvconform.watch.imported import Imported
@@ -36,7 +40,9 @@ MODULES = (
 class Server(Warm):
     """Listens on a socket and forks; one instance a process.
 
-    `path`: the socket. `idle`: seconds without a run after which it ends.
+    `path`: the socket. `idle`: seconds without a run after which it ends. There is a second socket,
+    for the runs that need another hash seed. When the first is made, a process with that seed is
+    started, which forks for them, and ends with the server.
     """
 
     def __init__(self, path: Path, idle: float) -> None:
@@ -47,6 +53,7 @@ class Server(Warm):
         self._imported: Imported
         self._stale: str | None = None
         self._last = time.monotonic()
+        self._reseeded: subprocess.Popen[bytes] | None = None
 
     def remember(self) -> None:
         """Compare what is imported now with the files before each run."""
@@ -60,10 +67,41 @@ class Server(Warm):
         self._inode = self._path.stat().st_ino
         self._last = time.monotonic()  # importing vLLM was no idle time
         self.wait_for(listener, lambda: self.accept(listener, self._answer))
-        self.serve(min(5.0, self._idle))
+        with self._second_socket():
+            self.serve(min(5.0, self._idle))
         if self._owns_path():
             self._path.unlink(missing_ok=True)
         listener.close()
+
+    @contextlib.contextmanager
+    def _second_socket(self) -> Iterator[None]:
+        """Listen for the runs that need another hash seed, and lead the workers there."""
+        with scratch.temporary("reseeded") as folder:
+            listener = _listen(folder / "socket")
+            self.environment[RESEEDED] = str(folder / "socket")
+            self.wait_for(listener, lambda: self._start_reseeded(listener))
+            try:
+                yield
+            finally:
+                listener.close()
+                if self._reseeded is not None:
+                    self._reseeded.kill()
+                    self._reseeded.wait()
+
+    def _start_reseeded(self, listener: socket.socket) -> None:
+        """Start the process that answers at the second socket from now on.
+
+        Once it has ended, nothing answers there, and such runs are new interpreters.
+        """
+        self._selector.unregister(listener)
+        with listener:
+            self._reseeded = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvconform.session.reseeded", str(listener.fileno())],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, HASH_SEED: OTHER_SEED},
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
 
     def is_over(self) -> bool:
         """Return whether the server is not used, and is idle, stale or replaced."""

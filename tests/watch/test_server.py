@@ -155,8 +155,39 @@ def test_a_connector_that_kills_its_process_group(mine: Project, tmp_path: Path)
 def test_nothing_of_a_run_is_left(mine: Project, tmp_path: Path) -> None:
     ask(mine, tmp_path)
     server = psutil.Process(warm_rig.server_of(mine.settings))
-    warm_rig.wait_for(lambda: not server.children(recursive=True))
+    # It keeps the process that test_runs_with_another_hash_seed_share_a_process is about.
+    warm_rig.wait_for(lambda: {*server.children(recursive=True)} <= {*reseeded(mine)})
     assert server.num_threads() == 1
+
+
+def reseeded(project: Project) -> list[psutil.Process]:
+    """Return the processes of the project's server that have another hash seed."""
+    server = warm_rig.server_of(project.settings)
+    everything = psutil.process_iter(["ppid", "cmdline"])
+    mine = [each for each in everything if each.info["ppid"] == server]
+    return [each for each in mine if "kvconform.session.reseeded" in (each.info["cmdline"] or ())]
+
+
+def test_runs_with_another_hash_seed_share_a_process(mine: Project) -> None:
+    births = mine.folder / "births"
+    mine.file.write_text(
+        f"""
+import os
+with open({str(births)!r}, "a") as file:
+    print(os.getppid(), os.environ.get("PYTHONHASHSEED"), file=file)
+{RIGHT}"""
+    )
+    settings = mine.settings.model_copy(update={"select": ["lifecycle.restart-interpreter"]})
+    assert reseeded(mine) == []
+    for _ in range(2):
+        assert client.run_if_warm(settings) == 0
+    [process] = reseeded(mine)
+    parents = births.read_text().splitlines()
+    assert parents.count(f"{process.pid} None") == 2
+    process.kill()
+    process.wait()
+    assert client.run_if_warm(settings) == 0, "a new interpreter does it"
+    assert reseeded(mine) == []
 
 
 def test_the_sockets_are_the_users_alone(mine: Project) -> None:
