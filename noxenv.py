@@ -412,6 +412,17 @@ def placed(requirement: str, here: Path) -> str:
     return requirement
 
 
+def missing(requirement: str, here: Path) -> Path | None:
+    """Return the path that a pip requirement names and that does not exist; None otherwise.
+
+    A relative one must begin with `.`, as pip's must to be no name of a package.
+    """
+    last = shlex.split(requirement)[-1]
+    is_path = last.startswith(("./", "../", "/")) or last in (".", "..")
+    path = here / last.partition("[")[0]  # extras
+    return path if is_path and not path.exists() else None
+
+
 def newest(requirement: str) -> str:
     """Return a text whose change means that `requirement` must be installed again.
 

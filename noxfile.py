@@ -70,7 +70,14 @@ def options(session: nox.Session) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--vllm")
     parser.add_argument("--install", action="append", default=[])
     mine, rest = parser.parse_known_args(session.posargs)
-    mine.install = [noxenv.placed(item, Path(session.invoked_from)) for item in mine.install]
+    here = Path(session.invoked_from)
+    for item in mine.install:
+        if noxenv.missing(item, here) is not None:
+            session.error(
+                f"--install {item}: there is no {noxenv.missing(item, here)};"
+                " it takes the folder of your connector's package, or a pip requirement"
+            )
+    mine.install = [noxenv.placed(item, here) for item in mine.install]
     return mine, rest
 
 

@@ -532,6 +532,32 @@ def test_called_from_a_connectors_repository(
         ]
 
 
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ("./absent", True),
+        ("-e ./absent[test]", True),
+        ("/no/such/folder", True),
+        (".", False),
+        ("./there", False),
+        ("-e ./there[test]", False),
+        ("there", False),
+        ("absent==1.0", False),
+        ("git+https://example.org/a/b", False),
+    ],
+)
+def test_a_path_that_does_not_exist_is_refused_in_words_of_the_option(
+    sessions: Any, tmp_path: Path, given: str, refused: bool
+) -> None:
+    (tmp_path / "there").mkdir()
+    session = Chosen("conformance", "--install", given)
+    session.invoked_from = str(tmp_path)
+    with pytest.raises(SessionError) if refused else contextlib.nullcontext() as failed:
+        sessions.options(session)
+    if failed is not None:
+        assert f"--install {given}: there is no " in str(failed.value)
+
+
 def test_the_documentation_is_built_by_its_session_and_by_lint(
     sessions: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
