@@ -15,8 +15,13 @@ from typing import NamedTuple
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 3, *, quoted: bool = False) -> str:
     """Return `; did you mean a or b?` with at most `most` known names close to `name`, or ""."""
-    close = difflib.get_close_matches(name, list(known), most, 0.5)
+    close = close_to(name, known, most)
     return meant([*map(repr, close)] if quoted else close)
+
+
+def close_to(name: str, known: Iterable[str], most: int) -> list[str]:
+    """Return at most `most` known names close to `name`, the closest first."""
+    return difflib.get_close_matches(name, list(known), most, 0.5)
 
 
 def meant(names: Sequence[str]) -> str:

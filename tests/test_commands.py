@@ -75,11 +75,11 @@ def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (("lint", "/no/such/directory"), "kvconform: there is no directory /no/such/directory"),
         (
             ("run", "--engine", "fast"),
-            ("kvconform: --engine: input should be 'reference', 'vllm', 'live' or 'all' (it is"),
+            ("kvconform: --engine: must be 'reference', 'vllm', 'live' or 'all' (it is"),
         ),
         (
             ("run", "-n", "0"),
-            ("kvconform: --workers: input should be greater than or equal to 1 (it is 0)"),
+            ("kvconform: --workers: must be greater than or equal to 1 (it is 0)"),
         ),
         (
             ("run", "--extra-config", "@nowhere.json"),

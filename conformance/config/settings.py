@@ -24,6 +24,7 @@ from kvconform.adapters import registry as adapters
 from kvconform.config import catalogue as named
 from kvconform.contract.capabilities import complete
 from kvconform.contract.case import SLOW, Device
+from kvconform.contract.loader import in_words
 from kvconform.contract.profile import Expected
 from kvconform.errors import UsageError, did_you_mean
 from kvconform.process.server import ServerSpec
@@ -354,7 +355,7 @@ def _validate(raw: dict[str, Any], place: str) -> Settings:
             where = "--" + _REPEATED.get(name, name).replace("_", "-")
         else:
             where = f"{place}: {'.'.join([name, *below])}"
-        sentence = problem["msg"].removeprefix("Value error, ")
+        sentence = in_words(problem["type"], problem["msg"])
         given = f" (it is {problem['input']!r})"
         if problem["type"] in ("missing", "extra_forbidden"):
             given = ""

@@ -37,6 +37,7 @@ from kvconform.errors import (
     Problem,
     UsageError,
     WrongPart,
+    close_to,
     did_you_mean,
 )
 
@@ -302,7 +303,15 @@ class _Loader:
         except ValidationError as error:
             entry = () if index is None else (index,)
             found: dict[tuple[int, str], list[str]] = {}
-            for problem in error.errors(include_url=False, include_input=False):
+            problems = error.errors(include_url=False, include_input=False)
+            meant = {
+                (*loc[:-1], close)
+                for loc in (each["loc"] for each in problems if each["type"] == UNKNOWN)
+                for close in close_to(str(loc[-1]), sorted(_fields(model, loc)), 1)
+            }
+            for problem in problems:
+                if problem["type"] == "missing" and problem["loc"] in meant:
+                    continue  # it is misspelt, which is said
                 cause = problem.get("ctx", {}).get("error")
                 loc = (*problem["loc"], *(cause.path if isinstance(cause, WrongPart) else ()))
                 line = line_of(file.lines, (*entry, *loc))
@@ -479,8 +488,8 @@ _TYPES = {
 """Types of YAML in words, by the first part of pydantic's types of errors."""
 
 
-def _sentence(kind: str, message: str) -> str:
-    """Return what pydantic says of a value, in words."""
+def in_words(kind: str, message: str) -> str:
+    """Return what pydantic says of a value, in words. `kind`: its type of error."""
     if kind == "missing":
         return "is missing"
     name = kind.removesuffix("_type").removesuffix("_parsing")
@@ -510,6 +519,14 @@ PARTS = {"steps": "step", "expect": "expectation"}
 """Lists of a case whose entries are named by their operation."""
 
 
+def _fields(model: type[Model], loc: tuple[str | int, ...]) -> set[str]:
+    """Return the fields that exist at a pydantic error's place: of the model or of its parts."""
+    if len(loc) <= 1:
+        return set(model.model_fields)
+    parts = model.model_json_schema().get("$defs", {}).values()
+    return {name for part in parts for name in part.get("properties", ())}
+
+
 def place_and_sentence(
     model: type[Model], loc: tuple[str | int, ...], kind: str, message: str
 ) -> tuple[str, str]:
@@ -519,10 +536,7 @@ def place_and_sentence(
     pydantic puts into its place, are left out. A field that does not exist is compared with those
     that do.
     """
-    known = set(model.model_fields)
-    if len(loc) > 1:
-        parts = model.model_json_schema().get("$defs", {}).values()
-        known = {name for part in parts for name in part.get("properties", ())}
+    known = _fields(model, loc)
     where = ""
     rest = list(loc)
     if len(loc) > 3 and loc[0] in PARTS and isinstance(loc[1], int):
@@ -542,7 +556,7 @@ def place_and_sentence(
             where += f".{part}" if where else part
     where = where.strip()
     if kind != UNKNOWN:
-        return where, _sentence(kind, message)
+        return where, in_words(kind, message)
     if loc[-1] in known:  # a field of something else: its name is no correction
         return where, "there is no such field here"
     return where, f"there is no such field{did_you_mean(str(loc[-1]), sorted(known), 1)}"

@@ -95,11 +95,11 @@ def test_expected_failures(tmp_path: Path) -> None:
         ("conector = 'a:B'", "unknown setting 'conector'; did you mean 'connector'?"),
         (
             "engine = 'fast'",
-            "engine: input should be 'reference', 'vllm', 'live' or 'all' (it is 'fast')",
+            "engine: must be 'reference', 'vllm', 'live' or 'all' (it is 'fast')",
         ),
-        ("workers = 0", "workers: input should be greater than or equal to 1 (it is 0)"),
-        ("workers = '2'", "workers: input should be a valid integer (it is '2')"),
-        ("[[expected-failures]]\nrequirement = 'a'", "expected_failures.0.reason: field required"),
+        ("workers = 0", "workers: must be greater than or equal to 1 (it is 0)"),
+        ("workers = '2'", "workers: must be a whole number (it is '2')"),
+        ("[[expected-failures]]\nrequirement = 'a'", "expected_failures.0.reason: is missing"),
         (
             "[[expected-failures]]\nrequirement = 'a'\nreason = 'b'\nuntil = 'c'",
             "expected_failures.0.until: extra inputs are not permitted",

@@ -304,6 +304,13 @@ def test_broken_cases_are_placed(tmp_path: Path, change: tuple[str, str], senten
     assert any(sentence in problem for problem in found), found
 
 
+def test_a_misspelt_field_is_not_said_to_be_missing_too(tmp_path: Path) -> None:
+    [found] = problems(write(tmp_path, case=CASE.replace("prompt:", "promt:")))
+    assert found.endswith(": step 1 (add): promt: there is no such field; did you mean prompt?")
+    found, _ = problems(write(tmp_path, case=CASE.replace("prompt:", "colour:")))
+    assert found.endswith("prompt is missing")
+
+
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     found = problems(
         write(
