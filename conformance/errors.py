@@ -13,6 +13,10 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 
+LEAST_CLOSE = 0.6
+"""The least ratio (difflib) of a name that may be meant: half of the letters alone says nothing."""
+
+
 def did_you_mean(name: str, known: Iterable[str], most: int = 3, *, quoted: bool = False) -> str:
     """Return `; did you mean a or b?` with at most `most` known names close to `name`, or ""."""
     close = close_to(name, known, most)
@@ -20,8 +24,13 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 3, *, quoted: bool
 
 
 def close_to(name: str, known: Iterable[str], most: int) -> list[str]:
-    """Return at most `most` known names close to `name`, the closest first."""
-    return difflib.get_close_matches(name, list(known), most, 0.5)
+    """Return at most `most` known names close to `name`, the closest first.
+
+    Names that are much less close than the first are left out.
+    """
+    close = difflib.get_close_matches(name, list(known), most, LEAST_CLOSE)
+    ratios = [difflib.SequenceMatcher(None, each, name).ratio() for each in close]
+    return [each for each, ratio in zip(close, ratios, strict=True) if ratio >= ratios[0] - 0.1]
 
 
 def meant(names: Sequence[str]) -> str:

@@ -437,7 +437,7 @@ def test_what_the_engines_do_needs_a_situation(tmp_path: Path) -> None:
         "L033 no situation says whether vLLM does this: step preempt"
     ]
     assert found([*known, {"id": "prempt", "of": "step", **entry}]) == [
-        "L033 situation prempt: there is no such step; did you mean preempt or reset or resume?"
+        "L033 situation prempt: there is no such step; did you mean preempt?"
     ]
     assert found([each for each in known if each["id"] != "layout"]) == [
         "L033 no situation says whether vLLM does this: config field layout"
