@@ -12,7 +12,6 @@ from pathlib import PurePath
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
-
 LEAST_CLOSE = 0.6
 """The least ratio (difflib) of a name that may be meant: half of the letters alone says nothing."""
 
