@@ -220,21 +220,6 @@ def test_a_pool_of_an_earlier_run_is_waited_for(pool: ThreadPoolExecutor, tmp_pa
         assert not select(run.trace, "clock.advanced"), name
 
 
-def test_an_idle_pool_prolongs_stalls_only_so_long(
-    pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool.submit(int).result()
-    monkeypatch.setattr(stall, "PATIENCE", 0.5)
-    monkeypatch.setattr(stall._Spent, "seconds", 0.0)
-    waited = []
-    for name in ("first", "second"):
-        before = stall._Spent.seconds
-        run_case(f"{__name__}:Never", ONE, tmp_path / name, stall=0.2)
-        waited.append(stall._Spent.seconds - before)
-    assert waited[0] > 0.1
-    assert sum(waited) < 0.7, "PATIENCE, but for the last look"
-
-
 class Detector:
     """A detector of stalls, in front of engines with these requests; seconds pass as it sleeps."""
 
