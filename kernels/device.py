@@ -38,7 +38,8 @@ else:
 
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 """Whether the kernels run in Triton's interpreter, on the CPU, for tests."""
-ASSEMBLY = tl.constexpr(not INTERPRETED and torch.version.hip is None) if AVAILABLE else False
+ON_NVIDIA = torch.version.hip is None
+ASSEMBLY = tl.constexpr(not INTERPRETED and ON_NVIDIA) if AVAILABLE else False
 """Whether kernels may have instructions of NVIDIA's devices."""
 __all__ = [
     "AVAILABLE",
@@ -124,7 +125,7 @@ def start(
     places = tuple(tensor.data_ptr() for tensor in tensors)
     kinds = tuple((tensor.dtype, place % 16) for tensor, place in zip(tensors, places, strict=True))
     key = (kernel, tensors[0].device, constants, kinds)
-    known = _compiled.get(key)
+    known = _compiled.get(key) if ON_NVIDIA else None  # AMD's compiler looks at sizes, too
     if known is not None:
         known[(*grid, 1)](*places, *numbers, *constants)
         return
@@ -166,8 +167,11 @@ class Cut(NamedTuple):
         row = lanes * itemsize * (1 if copied else chunks)
         while tile < TILE_ROWS * (2 if copied else 1) and 2 * tile * row <= TILE_BYTES:
             tile *= 2
+        while copied and tile * row > TILE_BYTES:
+            tile //= 2
         # Two sizes of a tile: each is compiled, which takes a second.
-        return cls(FEW_ROWS if rows <= FEW_ROWS else tile, lanes, chunks, dim % lanes == 0)
+        few = min(FEW_ROWS, tile)
+        return cls(few if rows <= few else tile, lanes, chunks, dim % lanes == 0)
 
     def programs(self, rows: int, heads: int, sides: int) -> int:
         """Return the number of programs per layer."""

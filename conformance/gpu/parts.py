@@ -38,7 +38,7 @@ SHARE = 0.1
 WORKERS = 12
 """Most processes that run the kernels' tests, or cases: each has a context on the GPU."""
 NO_VLLM = "vLLM is not installed"
-ON_DEVICE = "cuda and not torch and not 2_31"
+ON_DEVICE = "cuda and not cuda-torch and not 2_31"
 """The kernels' tests that compute-sanitizer repeats: those that launch kernels on small caches."""
 
 

@@ -169,6 +169,7 @@ def on_this_device() -> Iterator[Holds]:
     """Provide holds of the current CUDA device's streams; EnvironmentProblem if it has none."""
     driver = ctypes.CDLL("libcuda.so.1")
     runtime: Any = torch.cuda.cudart()
+    can_wait = False
 
     def check(status: Any) -> None:
         if int(status):
@@ -178,9 +179,14 @@ def on_this_device() -> Iterator[Holds]:
             )
 
     def wait(stream: int, address: int, number: int) -> None:
+        nonlocal can_wait
         at_least = 0  # CU_STREAM_WAIT_VALUE_GEQ
         there = ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(number)
-        check(driver.cuStreamWaitValue32_v2(*there, at_least))
+        status = driver.cuStreamWaitValue32_v2(*there, at_least)
+        if not can_wait:
+            check(status)
+        # A later error is one that the connector's work has caused; its own next call raises it.
+        can_wait = True
 
     def register(address: int) -> None:
         check(runtime.cudaHostRegister(address, mmap.PAGESIZE, 0))

@@ -23,6 +23,18 @@ from kvconform.kv.held import Holds, Mark
 Method = Callable[..., Any]
 PATIENCE = 3
 """How often a stream or an event answers that it is not done; the emulated device has as much."""
+MARK = "_kvconform_mark"
+"""Attribute of an event: who noted where it was recorded, and the place."""
+
+
+class Kind(type):
+    """Metaclass of a subclass that stands for its base: what is of the base counts as its own."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.__base__)  # type: ignore[arg-type]
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.__base__)  # type: ignore[arg-type]
 
 
 def handle_of(stream: Any) -> int:
@@ -45,9 +57,6 @@ class Watched:
     def __init__(self, holds: Holds, slow: Slow) -> None:
         self._holds, self._slow = holds, slow
         self._compute = handle_of(torch.cuda.current_stream())
-        # With the event, by its id: weak references to a torch.cuda.Event must not be kept, for
-        # torch (2.11) does not clear them when it frees the event.
-        self._marks: dict[int, tuple[Any, Mark]] = {}
         self._asked: Counter[Mark] = Counter()
 
     def _in_use(self, stream: Any) -> None:
@@ -63,12 +72,14 @@ class Watched:
 
     def _note(self, event: Any, mark: Mark) -> None:
         """Note the place at which an event was recorded."""
-        self._marks[id(event)] = event, mark
+        # On the event itself: torch (2.11) does not clear weak references to a torch.cuda.Event
+        # when it frees one. The mark means nothing to a later run in this process.
+        setattr(event, MARK, (self, mark))
 
     def _noted(self, event: Any) -> Mark | None:
         """Return the place at which an event was recorded, or None."""
-        found = self._marks.get(id(event))
-        return found[1] if found else None
+        by, mark = getattr(event, MARK, (None, None))
+        return mark if by is self else None
 
     def enter(self, call: Method, this: Any, /) -> Any:
         """See torch.cuda.StreamContext.__enter__."""
@@ -185,7 +196,7 @@ def in_use(holds: Holds, slow: Slow) -> Iterator[None]:
     try:
         for owner, name, method in calls:
             patches.set(owner, name, _through(method, getattr(owner, name)))
-        patches.set(torch, "Event", type("Event", (torch.Event,), generic))
+        patches.set(torch, "Event", Kind("Event", (torch.Event,), generic))
         yield
     finally:
         patches.restore()

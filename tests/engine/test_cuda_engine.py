@@ -232,7 +232,7 @@ def test_a_transfer_goes_on_when_the_compute_stream_waits_for_it(
 class OutlivedByReferences:
     """Has no weak references, which are never cleared when torch 2.11 frees a torch.cuda.Event."""
 
-    __slots__ = ()
+    __slots__ = ("__dict__",)
 
     def record(self, stream: Any = None) -> None:
         """Record nothing."""
@@ -254,7 +254,38 @@ def test_events_are_not_noted_by_weak_references(
             held.clear()
             event.synchronize()
             assert held == [f"release {load.cuda_stream}"]
+        with gpu.opened("cuda", "transfers"):
+            held.clear()
+            event.synchronize()
+            assert held == [], "what an earlier run has recorded is no place of this one"
         monkeypatch.undo()
+
+
+def test_a_wait_for_an_event_of_unknown_origin_releases_all(held: list[str]) -> None:
+    with emulate(None):
+        event = torch.cuda.Event()
+        event.record()
+        with gpu.opened("cuda", "transfers"):
+            streams = two_streams()
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    pass
+            held.clear()
+            torch.cuda.current_stream().wait_event(event)
+            assert {*held} == {f"release {stream.cuda_stream}" for stream in streams}
+
+
+def test_events_are_of_the_types_that_they_are_without_holds() -> None:
+    with emulate(None):
+
+        def types() -> list[bool]:
+            events = torch.cuda.Event(), torch.Event("cuda")
+            found = [isinstance(event, torch.Event) for event in events]
+            return [*found, issubclass(torch.cuda.Event, torch.Event), isinstance(1, torch.Event)]
+
+        without = types()
+        with gpu.opened("cuda", "transfers"):
+            assert types() == without
 
 
 @pytest.mark.parametrize(

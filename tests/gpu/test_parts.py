@@ -13,7 +13,16 @@ import pytest
 from gpu_rig import BARE, MACHINE
 from kvconform.contract.loader import load_spec
 from kvconform.gpu import page, parts, steps, streams
-from kvconform.gpu.parts import PACKAGE, PARTS, Part, Setting, kernel_tests_of
+from kvconform.gpu.parts import (
+    ON_DEVICE,
+    PACKAGE,
+    PARTS,
+    Part,
+    Setting,
+    Stage,
+    kernel_tests_of,
+    pytest_of,
+)
 from kvconform.gpu.result import Outcome, Result
 from kvconform.gpu.streams import Made
 from places import TESTS
@@ -43,7 +52,11 @@ def test_on_a_machine_with_everything_each_part_has_a_command(tmp_path: Path) ->
     )
     assert said["memcheck-cases"].startswith("/bin/compute-sanitizer --tool memcheck")
     assert "kvconform.gpu.streams" in said["memcheck-cases"]
-    assert "cuda and not torch" in said["racecheck-kernels"]
+    assert ON_DEVICE in said["racecheck-kernels"]
+    assert [part.id for part in PARTS if part.stage == Stage.STREAMS] == [
+        "stream-defects",
+        "stream-cases",
+    ]
     first, second = named("stream-cases").commands(setting)
     assert "cuda" in first and "emulated" in second
 
@@ -74,6 +87,16 @@ def test_the_kernels_tests_run_from_any_folder(tmp_path: Path) -> None:
     subprocess.run(one, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
     reading = named("kernel-tests").read(setting)
     assert reading.figures["tests"] == 1 and reading.problem == ""
+
+
+def test_the_sanitizer_repeats_the_compiled_tests_of_alignment(tmp_path: Path) -> None:
+    setting = Setting(MACHINE, tmp_path, tests=TESTS)
+    listed = pytest_of("memcheck-kernels", setting, "-k", ON_DEVICE, "--collect-only")
+    said = subprocess.run(listed, cwd=tmp_path, check=True, stdout=subprocess.PIPE, text=True)
+    names = [line for line in said.stdout.splitlines() if "::" in line]
+    assert any("test_alignment" in name for name in names)
+    assert all("cuda" in name for name in names)
+    assert not [name for name in names if "cuda-torch" in name]
 
 
 def test_failed_tests_are_named(tmp_path: Path) -> None:

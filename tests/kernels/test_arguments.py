@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import kvconform.kernels.digest as digest_module
+import kvconform.kernels.transfer as transfer_module
+import kvconform.kernels.verify as verify_module
+import kvconform.kernels.write as write_module
 from kvconform.kernels import device
 from kvconform.kernels.digest import digest
 from kvconform.kernels.layout import Layout
@@ -171,7 +175,7 @@ def test_the_package_itself_imports_nothing() -> None:
 
 
 class Compiles:
-    """Stands for a kernel: notes what it was compiled for, and what was launched."""
+    """Stands for a kernel: notes what it was compiled for, and what was launched on which grid."""
 
     def __init__(self) -> None:
         self.compiled: list[tuple[Any, ...]] = []
@@ -192,26 +196,69 @@ class Compiled:
         self.kernel, self.of = kernel, of
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        assert len(grid) == 3
-        return lambda *args: self.kernel.launched.append((self.of, args))
+        return lambda *args: self.kernel.launched.append((self.of, grid, args))
 
 
-def test_a_kernel_is_compiled_anew_only_for_other_constants_types_or_alignment() -> None:
-    kernel = Compiles()
-    tensor = torch.zeros(64, dtype=torch.int16)
-    aligned = tensor[-tensor.data_ptr() // 2 % 8 :][:40]
-    calls: list[tuple[torch.Tensor, int, int]] = [
-        (aligned, 3, 7),
-        (aligned[1:], 3, 7),
-        (aligned, 3, 8),
-        (aligned.view(torch.uint16), 3, 7),
+class Elsewhere:
+    """Stands for a tensor on another device, at the address of this one."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.device = tensor.dtype, torch.device("cuda", 1)
+        self.data_ptr = tensor.data_ptr
+
+
+def test_a_kernel_is_compiled_anew_only_for_what_it_depends_on() -> None:
+    kernel, other = Compiles(), Compiles()
+    memory = torch.zeros(64, dtype=torch.int16)
+    aligned = memory[-memory.data_ptr() // 2 % 8 :][:40]
+    calls: list[tuple[Any, Any, int, int]] = [
+        (kernel, aligned, 3, 7),
+        (kernel, aligned[1:], 3, 7),
+        (kernel, aligned[2:], 3, 7),
+        (kernel, aligned[4:], 3, 7),
+        (kernel, aligned, 3, 8),
+        (kernel, aligned.view(torch.uint16), 3, 7),
+        (kernel, Elsewhere(aligned), 3, 7),
+        (other, aligned, 3, 7),
     ]
     for _ in range(2):
-        for one, number, constant in calls:
-            device.start(kernel, (5, 2), (one,), (number,), (constant,))
-    device.start(kernel, (6, 2), (aligned[8:],), (4,), (7,))
-    assert [args[1:] for args in kernel.compiled] == [(3, 7), (3, 7), (3, 8), (3, 7)]
+        for which, one, number, constant in calls:
+            device.start(which, (5, 2), (one,), (number,), (constant,))
+    device.start(kernel, (6, 3), (aligned[8:],), (4,), (7,))
+    assert (len(kernel.compiled), len(other.compiled)) == (7, 1)
     assert kernel.launched == [
-        *((of, (of[0].data_ptr(), *of[1:])) for of in kernel.compiled),
-        (kernel.compiled[0], (aligned[8:].data_ptr(), 4, 7)),
+        *((of, (5, 2, 1), (of[0].data_ptr(), *of[1:])) for of in kernel.compiled),
+        (kernel.compiled[0], (6, 3, 1), (aligned[8:].data_ptr(), 4, 7)),
     ]
+
+
+@pytest.mark.skipif(not device.AVAILABLE, reason="Triton is not installed")
+def test_the_numbers_of_a_kernel_are_those_that_it_is_not_specialised_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise one that is compiled for 1 would be launched for 2 (`device.start`)."""
+    launched: list[str] = []
+
+    def start(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any) -> None:
+        names = kernel.arg_names
+        assert len(names) == len(tensors) + len(numbers) + len(constants)
+        assert names[len(tensors) : len(tensors) + len(numbers)] == unspecialised(kernel)
+        launched.append(kernel.fn.__name__)
+
+    for module in (write_module, verify_module, transfer_module, digest_module):
+        monkeypatch.setattr(module, "start", start)
+    paged, _ = cache()
+    slots = ids(0, 5)
+    write_module.write_triton(paged, slots, slots)
+    verify_module.verify_triton(paged, slots, slots, ids(0, 0, 0, 0))
+    transfer_module.scatter_triton(paged, slots, torch.zeros(2, 2, 1, 2, 16))
+    digest_module.digest_triton(paged, ids(0), torch.zeros(1, 2, 2, dtype=torch.int64))
+    assert launched == ["write_kernel", "verify_kernel", "transfer_kernel", "digest_kernel"]
+
+
+def unspecialised(kernel: Any) -> list[str]:
+    """Return the parameters with do_not_specialize, of a compiled kernel or an interpreted one."""
+    if hasattr(kernel, "params"):
+        return [each.name for each in kernel.params if each.do_not_specialize]
+    names: list[str] = kernel.kwargs["do_not_specialize"]
+    return names

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from drawn import BACKENDS, EXAMPLES, FEW, Drawn, Shape, contents, ids, index, mappings, shapes
 from kvconform.kernels import blocks
 from kvconform.kernels.codes import CodeBook, mix64
+from kvconform.kernels.device import Cut
 from kvconform.kernels.digest import digest
 from kvconform.kernels.layout import Layout, every
 from kvconform.kernels.paged import BITS, Paged
@@ -368,3 +369,54 @@ def test_layers_at_unequal_distances_in_one_buffer(where: tuple[str, str]) -> No
             assert not tensor.any()
     rows = gather(Paged([tensors[place] for place in chosen], "LBHNC"), slots, backend=backend)
     assert torch.equal(rows[3].flatten(1), torch.stack([tensors[6][0, 0, 3], tensors[6][1, 0, 2]]))
+
+
+@BACKENDS
+def test_layers_of_several_launches(where: tuple[str, str]) -> None:
+    """Layers of different strides are launched apart, and count on from one launch to the next."""
+    device, backend = where
+    dtype, numbers = torch.bfloat16, [4, 0, 7, 2]
+
+    def mixed() -> list[torch.Tensor]:
+        first, second = (
+            Layout.named(name).allocate(2, 3, 2, 4, 16, dtype, device)
+            for name in ("LBHNC", "LBNHC")
+        )
+        return [first[0], second[0], second[1], first[1]]
+
+    tensors, slots = mixed(), index([3, 9, -1, 5], device)
+    content = ids([1, 2, 3, 4], device)
+    paged = Paged(tensors, "LBHNC", numbers)
+    assert [(launch.start, launch.layers) for launch in paged.launches] == [(0, 1), (1, 2), (3, 1)]
+    write(paged, slots, content, 3, backend)
+    for number, tensor in zip(numbers, tensors, strict=True):
+        assert verify(Paged([tensor], "LBHNC", [number]), slots, content, "torch").holds()
+    rows = gather(paged, slots, backend=backend)
+    assert torch.equal(rows, gather(paged, slots, backend="torch"))
+    assert torch.equal(digest(paged, backend=backend), digest(paged, backend="torch"))
+    others = mixed()
+    scatter(Paged(others, "LBHNC", numbers), slots, rows, backend)
+    for one, other in zip(tensors, others, strict=True):
+        assert torch.equal(one, other)
+    tensors[2].view(torch.int16)[2, 1, 1, 7] ^= 1
+    found = verify(paged, slots, content, backend)
+    assert found.first() == Mismatch(1, 2, 1, 0, 7)
+
+
+@BACKENDS
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 576), (torch.bfloat16, 1040)])
+def test_rows_that_are_copied_in_several_parts(
+    where: tuple[str, str], dtype: torch.dtype, dim: int
+) -> None:
+    device, backend = where
+    assert Cut.of(3, dim, dtype.itemsize, copied=True).chunks > 1
+    tensors = Layout.named("mla").allocate(2, 2, 1, 4, dim, dtype, device)
+    for tensor in tensors:
+        tensor.copy_(torch.rand(tensor.shape, generator=torch.Generator().manual_seed(5)))
+    slots = index([6, -1, 1], device)
+    rows = gather(Paged(tensors, "mla"), slots, backend=backend)
+    assert torch.equal(rows, gather(Paged(tensors, "mla"), slots, backend="torch"))
+    assert torch.equal(rows[1, 0].flatten(), tensors[1][1, 2].flatten()) and not rows[:, 1].any()
+    others = Layout.named("mla").allocate(2, 2, 1, 4, dim, dtype, device)
+    scatter(Paged(others, "mla"), slots, rows, backend)
+    assert torch.equal(gather(Paged(others, "mla"), slots, backend="torch"), rows)

@@ -8,10 +8,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
+from kvconform.errors import EnvironmentProblem
 from kvconform.kv import held
 from kvconform.kv.held import Holds, Mark, holds
 from kvconform.process import alive, clock
@@ -206,3 +209,24 @@ def test_the_process_counts_as_the_harness_own() -> None:
     device = Device()
     with holds(device.wait, device.register, device.unregister):
         assert alive.of_connectors() == before
+
+
+def test_only_the_first_wait_tells_whether_the_device_can_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A later error is the connector's, and its own next call raises it."""
+    statuses: list[int] = []
+    driver = SimpleNamespace(cuStreamWaitValue32_v2=lambda *_: statuses.pop(0))
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with held.on_this_device() as made:
+        statuses[:] = [0, 700]
+        made.hold(7)
+        made.hold(7)
+        assert not statuses
+    with held.on_this_device() as made:
+        statuses[:] = [801]
+        with pytest.raises(EnvironmentProblem, match="CUDA error 801"):
+            made.hold(7)

@@ -428,7 +428,7 @@ ready = {{tcp = "127.0.0.1:{{port:store}}"}}
 @pytest.mark.parametrize(
     ("server", "sentence"),
     [
-        ('name = "a"\nready = {tcp = "x:1"}', "servers.0.command: field required"),
+        ('name = "a"\nready = {tcp = "x:1"}', "servers.0.command: is missing"),
         ('name = "a"\ncommand = "x"\nready = {}', "give one of tcp, http and command"),
         ('name = "A b"\ncommand = "x"\nready = {tcp = "x:1"}', "should match pattern"),
         ('name = "a"\ncommand = "x"\nreddy = {tcp = "x:1"}', "servers.0"),

@@ -10,12 +10,16 @@ pointers aligned to 16 bytes.
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_for
 
@@ -65,12 +69,22 @@ class Compiled:
             {
                 "kernel": self.kernel.__name__,
                 "about": self.about,
-                "local": ".local" in code,
+                "spilled": spilled(code),
                 "loads": sorted(set(re.findall(r"ld\.global\.(?:v\d\.)?b\d+", code))),
                 "stores": sorted(set(re.findall(r"st\.global\.(?:v\d\.)?b\d+", code))),
                 "orders": orders(tensors),
             }
         )
+
+
+def spilled(code: str) -> int:
+    """Return the bytes that a kernel in PTX keeps in memory for want of registers, by thread."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(code)
+        file.flush()
+        ptxas = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-o", os.devnull, file.name]
+        said = subprocess.run(ptxas, stderr=subprocess.PIPE, text=True, check=True).stderr
+    return sum(map(int, re.findall(r"(\d+) bytes spill", said)))
 
 
 def orders(code: str) -> list[str]:
@@ -114,5 +128,6 @@ if __name__ == "__main__":
     compile_all("LBNHC", torch.float8_e4m3fn, 2, 128)
     compile_all("kv-first", torch.float32, 2, 128)
     compile_all("mla", torch.bfloat16, 1, 576)
+    compile_all("mla", torch.float32, 1, 576)
     compile_all("BLNHC", torch.uint8, 3, 18)
     print(json.dumps(COMPILED))
