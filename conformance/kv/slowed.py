@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
@@ -73,8 +73,10 @@ class Watched:
     def _note(self, event: Any, mark: Mark) -> None:
         """Note the place at which an event was recorded."""
         # On the event itself: torch (2.11) does not clear weak references to a torch.cuda.Event
-        # when it frees one. The mark means nothing to a later run in this process.
-        setattr(event, MARK, (self, mark))
+        # when it frees one. The mark means nothing to a later run in this process. A torch.Event
+        # that is older than this run takes no attribute; its origin stays unknown.
+        with suppress(AttributeError):
+            setattr(event, MARK, (self, mark))
 
     def _noted(self, event: Any) -> Mark | None:
         """Return the place at which an event was recorded, or None."""

@@ -261,11 +261,23 @@ def test_events_are_not_noted_by_weak_references(
         monkeypatch.undo()
 
 
-def test_a_wait_for_an_event_of_unknown_origin_releases_all(held: list[str]) -> None:
+class TakesNoAttributes(OutlivedByReferences):
+    """Is like a torch.Event that was made before the run."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("kind", ["before the run", "takes no attributes"])
+def test_a_wait_for_an_event_of_unknown_origin_releases_all(held: list[str], kind: str) -> None:
     with emulate(None):
-        event = torch.cuda.Event()
+        event: Any = torch.cuda.Event()
         event.record()
         with gpu.opened("cuda", "transfers"):
+            if kind == "takes no attributes":
+                event = torch.cuda.current_stream().record_event(TakesNoAttributes())
             streams = two_streams()
             for stream in streams:
                 with torch.cuda.stream(stream):
