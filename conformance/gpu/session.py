@@ -135,10 +135,14 @@ def run(
             note(part, found)
 
     def note(part: Part, found: Outcome | None) -> None:
-        """Keep the outcome of a part, and say it. None: no time was left."""
+        """Keep the outcome of a part, and say it. None: no time was left.
+
+        One that did not end does not replace that of an earlier call.
+        """
         before = result.of(part.id)
         if found is not None:
-            result.put(found)
+            if found.status != "timed out" or before.status not in SETTLED:
+                result.put(found)
             took = "" if found.status == "not run" else f" in {found.seconds:.0f} s"
             reason = f": {found.reason}" if found.reason else ""
             say(f"  {part.id}: {found.status}{took}{reason}")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -97,6 +98,7 @@ def build(
         for part in absent:
             if part.name not in {*rules.there, *rules.left_out}:
                 chosen.append(wheels.copy(part, new))
+        packed = {part.name for part in chosen}
         manifest = {
             "kvconform": chosen[0].version,
             "vllm": whole.version,
@@ -104,11 +106,12 @@ def build(
             "platform": target.platform,
             "capability": ".".join(map(str, capability)) if capability is not None else None,
             "there": rules.there,
+            "have": sorted({part.name for part in found} & have.keys() - packed - {*rules.there}),
             "parts": {part.name: part.version for part in chosen},
             "stand_ins": {
                 module: distribution
                 for module, distribution in rules.stand_ins.items()
-                if distribution not in {part.name for part in chosen}
+                if distribution not in packed
             },
         }
         files.replace(new / launch.MANIFEST, json.dumps(manifest, indent=1) + "\n")
@@ -140,6 +143,9 @@ def check(vllm: str, target: Target, folder: Path, most: float) -> None:
     target.parts()
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder} is a file")
+    above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not os.access(above, os.W_OK):
+        raise UsageError(f"--out {folder} cannot be written; name another folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / launch.MANIFEST).is_file():
         raise UsageError(f"--out {folder} has files that are no pack; name another folder")
 

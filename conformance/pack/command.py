@@ -51,6 +51,7 @@ def pack(
 
     folder = Path(out)
     known = build.read_have(Path(have)) if have is not None else {}
+    typer.echo(f"fetching vLLM {vllm} and what it needs; this takes minutes", err=True)
     done = build.build(
         vllm,
         folder,

@@ -46,11 +46,15 @@ class CannotUnpack(Exception):
 def main(pack: Path, words: list[str]) -> None:
     """Unpack `pack` unless that is done, and pass `words` on to kvconform.
 
-    `unpack [DIR]` only unpacks. Replaces this process, or ends it; status 3 if it cannot unpack.
+    `unpack [DIR]` or `unpack --into DIR` only unpacks. Replaces this process, or ends it; status 3
+    if it cannot unpack.
     """
     try:
         if words[:1] == ["unpack"]:
-            print(said(unpack(pack, Path(words[1]) if words[1:] else None)))
+            into = words[2:] if words[1:2] == ["--into"] else words[1:]
+            if len(into) != (len(words) > 1) or any(word.startswith("-") for word in into):
+                raise CannotUnpack("write: unpack --into DIR")
+            print(said(unpack(pack, Path(into[0]) if into else None)))
             return
         site = unpack(pack)
     except CannotUnpack as problem:
@@ -94,13 +98,18 @@ def unpack(pack: Path, site: Path | None = None) -> Path:
     if not (pack / MANIFEST).is_file():
         raise CannotUnpack(f"{pack} is no pack: it has no {MANIFEST}")
     text = (pack / MANIFEST).read_text(encoding="utf-8")
-    manifest = json.loads(text)
+    try:
+        manifest = json.loads(text)
+    except ValueError:
+        raise CannotUnpack(f"{pack / MANIFEST} is damaged; copy it again") from None
     check(manifest)
     if has(site, text):
         return site
     wheels = sorted(pack.glob("*.whl"))
     if len(wheels) != len(manifest["parts"]):
-        raise CannotUnpack(f"{pack} has not the wheels that its {MANIFEST} names; copy it again")
+        fewer = len(wheels) < len(manifest["parts"])
+        advice = "copy it again" if fewer else "copy it to a folder without those of another pack"
+        raise CannotUnpack(f"{pack} has not the wheels that its {MANIFEST} names; {advice}")
     new = site.with_name(f".{site.name}.{os.getpid()}.new")
     try:
         for wheel in wheels:
@@ -118,7 +127,7 @@ def unpack(pack: Path, site: Path | None = None) -> Path:
     except OSError as error:
         another_was_faster = has(site, text)
         if not another_was_faster:
-            advice = "name another folder: unpack DIR"
+            advice = f"name another folder: python3 {pack} unpack --into DIR"
             raise CannotUnpack(f"{site} cannot be written ({error.strerror}); {advice}") from None
     finally:
         shutil.rmtree(new, ignore_errors=True)
@@ -147,6 +156,21 @@ def check(manifest: dict) -> None:
             raise CannotUnpack(f"{sys.executable} has no {name}, and no pack has it") from None
         if numbers(version) < numbers(oldest):
             raise CannotUnpack(f"{name} {version} is too old: the pack needs {oldest} or later")
+    for name in manifest["have"]:
+        if not is_installed(name):
+            raise CannotUnpack(
+                f"{sys.executable} has no {name}, which the pack leaves out;"
+                " make the pack with --have and the pip list of this Python"
+            )
+
+
+def is_installed(name: str) -> bool:
+    """Return whether this Python has a distribution."""
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -80,6 +80,11 @@ def strip(part: Part, folder: Path, capability: Capability | None = None) -> Par
                     library = thinned(archive.read(name), capability)
                     if library is not None:
                         yield name, library
+                    elif fnmatch(name, f"vllm/{STABLE}"):
+                        raise UsageError(
+                            f"{part.name} {part.version} has no code for a GPU of capability"
+                            f" {'.'.join(map(str, capability))}; leave --capability out"
+                        )
 
         return part._replace(path=write(folder, part.name, part.version, entries()))
 

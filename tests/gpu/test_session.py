@@ -104,6 +104,13 @@ def test_the_next_call_goes_on_and_a_timed_out_part_comes_last(tmp_path: Path) -
     assert said[0] == "second: The part second"
 
 
+def test_a_repeated_part_that_does_not_end_leaves_the_earlier_outcome(tmp_path: Path) -> None:
+    run(tmp_path, part("first", "pass"))
+    slow = part("first", "import time; time.sleep(600)")
+    found, said, _ = run(tmp_path, slow, only=["first"], minutes=3 / 60)
+    assert found == {"first": ("done", "")} and "timed out" in said[-1]
+
+
 def test_a_timed_out_part_of_an_earlier_stage_comes_last_too(tmp_path: Path) -> None:
     gate = replace(part("gate", "import time; time.sleep(600)"), stage=Stage.GATES)
     rest = part("rest", "pass")

@@ -106,6 +106,16 @@ def test_compiled_parts_for_one_torch_only_are_refused(index: str, tmp_path: Pat
         packed(index, tmp_path / "pack", gpu=Capability(9, 0))
 
 
+def test_a_gpu_that_vllm_has_no_code_for_is_refused(
+    index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"vllm/__init__.py": b"", "vllm/_C_stable_libtorch.abi3.so": b"for others"}
+    wheel(Path(index), "vllm", "0.32.0", files, "numpy>=2")
+    monkeypatch.setattr(wheels, "thinned", lambda library, capability: None)
+    with pytest.raises(UsageError, match=r"vllm 0\.32\.0 has no code for a GPU of capability 7\.0"):
+        packed(index, tmp_path / "pack", gpu=Capability(7, 0))
+
+
 def test_what_the_packed_tests_import_is_packed() -> None:
     plain = [build.plain(each) for each in build.ours() if build.applies(each, TARGET)]
     assert [each for each in plain if each.startswith("hypothesis")] == ["hypothesis>=6.100"]
@@ -115,6 +125,49 @@ def test_a_pack_lacks_what_the_target_has(index: str, tmp_path: Path) -> None:
     assert "numpy" not in {part.name for part in packed(index, tmp_path / "a", numpy="2.1").parts}
     # vLLM refuses this version.
     assert "numpy" in {part.name for part in packed(index, tmp_path / "b", numpy="1.26").parts}
+
+
+def test_a_target_that_lacks_what_the_pack_leaves_out_is_told(
+    index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "TORCH", "none")
+    out = tmp_path / "pack"
+    wheel(Path(index), "left_pad", "2.0", {"left_pad.py": b""})
+    monkeypatch.setattr(build, "ours", lambda: [Requirement("left-pad")])
+    packed(index, out, left_pad="2.0", **{"left-pad": "2.0"})
+    assert not [*out.glob("left_pad*")]
+    with pytest.raises(launch.CannotUnpack, match="has no left-pad, which the pack leaves out"):
+        launch.unpack(out)
+
+
+@pytest.mark.parametrize(
+    ("words", "into"),
+    [(["unpack"], "pack/site"), (["unpack", "a"], "a"), (["unpack", "--into", "a"], "a")],
+)
+def test_where_a_pack_unpacks_itself(
+    index: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    into: str,
+) -> None:
+    packed(index, tmp_path / "pack")
+    monkeypatch.setattr(launch, "check", lambda manifest: None)
+    monkeypatch.chdir(tmp_path)
+    launch.main(Path("pack"), words)
+    assert f"PYTHONPATH={tmp_path / into}\n" in capsys.readouterr().out
+    assert (tmp_path / into / launch.MANIFEST).is_file()
+
+
+@pytest.mark.parametrize("words", [["unpack", "--into"], ["unpack", "--in", "a"], ["unpack", "-h"]])
+def test_a_wrong_word_for_unpack_makes_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch.main(tmp_path, words)
+    assert ended.value.code == launch.ENVIRONMENT
+    assert "unpack --into DIR" in capsys.readouterr().err
 
 
 def test_a_pack_that_is_too_big_names_its_biggest_parts(index: str, tmp_path: Path) -> None:
@@ -239,7 +292,16 @@ def test_a_pack_that_was_copied_in_part(
     with pytest.raises(launch.CannotUnpack, match=r"is damaged .* copy it again"):
         launch.unpack(out)
     wheel.unlink()
-    with pytest.raises(launch.CannotUnpack, match="has not the wheels that its pack.json names"):
+    with pytest.raises(
+        launch.CannotUnpack, match=r"wheels that its pack.json names; copy it again"
+    ):
+        launch.unpack(out)
+    for name in ("one", "two"):
+        (out / f"{name}.whl").touch()
+    with pytest.raises(launch.CannotUnpack, match="without those of another pack"):
+        launch.unpack(out)
+    (out / launch.MANIFEST).write_text('{"kvconform"')
+    with pytest.raises(launch.CannotUnpack, match=r"pack\.json is damaged; copy it again"):
         launch.unpack(out)
     assert [path.name for path in out.iterdir() if path.is_dir()] == []
 
