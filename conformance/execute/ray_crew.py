@@ -19,8 +19,11 @@ from kvconform.execute.cluster import Cluster
 from kvconform.execute.crew import STOP_LIMIT, Message
 from kvconform.execute.work import Work
 
-NODE_LIMIT = 20.0
-"""Seconds after the death of an actor in which its node may turn out to be dead, too."""
+NODE_LIMIT = 60.0
+"""Seconds after the death of an actor in which its node may turn out to be dead, too.
+
+Ray takes a node for dead after five unanswered questions, three seconds apart on an idle machine.
+"""
 OUT_OF_MEMORY = "NODE_OUT_OF_MEMORY"
 """In Ray's error about an actor that it ended because its node was short of memory."""
 

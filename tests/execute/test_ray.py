@@ -70,7 +70,7 @@ def test_a_lost_node_costs_nothing_and_a_lost_process_its_piece(
             found.append((piece, result))
             if result == raylet and nodes.worker_nodes:
                 nodes.remove_node(lost, allow_graceful=False)
-        assert workers.losses == 1 and workers.deaths == 3
+        assert (workers.losses, workers.deaths) == (1, 3), found
         by_deed = {deed: result for (deed, _), result in found}
         ended, exited, killed = (by_deed[deed] for deed in ("end-actor", "exit", "kill"))
         assert isinstance(ended, Death) and ended.where == "Ray"

@@ -163,6 +163,10 @@ with open("births", "a") as file:
     assert done.returncode == 0, done.stdout + done.stderr
     births = (tmp_path / "births").read_text().splitlines()
     assert births.count("True None") == 1 and "False None" in births, births
-    left = [each for each in psutil.process_iter(["cmdline", "create_time"])]
-    mine = [each for each in left if each.info["create_time"] > before]
+    left = [each for each in psutil.process_iter(["cmdline", "create_time", "cwd"])]
+    mine = [
+        each
+        for each in left
+        if each.info["create_time"] > before and each.info["cwd"] == str(tmp_path)
+    ]
     assert not [each for each in mine if "session.reseeded" in " ".join(each.info["cmdline"] or ())]
