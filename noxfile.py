@@ -72,9 +72,9 @@ def options(session: nox.Session) -> tuple[argparse.Namespace, list[str]]:
     mine, rest = parser.parse_known_args(session.posargs)
     here = Path(session.invoked_from)
     for item in mine.install:
-        if noxenv.missing(item, here) is not None:
+        if (absent := noxenv.missing(item, here)) is not None:
             session.error(
-                f"--install {item}: there is no {noxenv.missing(item, here)};"
+                f"--install {item}: there is no {absent};"
                 " it takes the folder of your connector's package, or a pip requirement"
             )
     mine.install = [noxenv.placed(item, here) for item in mine.install]

@@ -155,20 +155,18 @@ class Cut(NamedTuple):
         otherwise a tile is.
         """
         row_bytes = COPIED_BYTES if copied else ROW_BYTES
-        most = min(row_bytes // itemsize, 1 << (dim - 1).bit_length())
-        lanes = most
+        widest = min(row_bytes // itemsize, 1 << (dim - 1).bit_length())
+        lanes = widest
         # 96 elements are divided into three times 32 rather than twice 64.
         while not copied and dim % lanes and lanes * itemsize > 64:
             lanes //= 2
         if dim % lanes:
-            lanes = most
+            lanes = widest
         chunks = -(-dim // lanes)
-        tile = FEW_ROWS
+        tile, most = (1, 2 * TILE_ROWS) if copied else (FEW_ROWS, TILE_ROWS)
         row = lanes * itemsize * (1 if copied else chunks)
-        while tile < TILE_ROWS * (2 if copied else 1) and 2 * tile * row <= TILE_BYTES:
+        while tile < most and 2 * tile * row <= TILE_BYTES:
             tile *= 2
-        while copied and tile * row > TILE_BYTES:
-            tile //= 2
         # Two sizes of a tile: each is compiled, which takes a second.
         few = min(FEW_ROWS, tile)
         return cls(few if rows <= few else tile, lanes, chunks, dim % lanes == 0)

@@ -148,29 +148,25 @@ def check(manifest: dict) -> None:
     if importlib.util.find_spec("_lzma") is None:
         raise CannotUnpack(f"{sys.executable} was built without lzma, which unpacking needs")
     for name, oldest in manifest["there"].items():
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            if name != TORCH:
-                continue
-            raise CannotUnpack(f"{sys.executable} has no {name}, and no pack has it") from None
-        if numbers(version) < numbers(oldest):
+        version = version_of(name)
+        if version is None and name == TORCH:
+            raise CannotUnpack(f"{sys.executable} has no {name}, and no pack has it")
+        if version is not None and numbers(version) < numbers(oldest):
             raise CannotUnpack(f"{name} {version} is too old: the pack needs {oldest} or later")
     for name in manifest["have"]:
-        if not is_installed(name):
+        if version_of(name) is None:
             raise CannotUnpack(
                 f"{sys.executable} has no {name}, which the pack leaves out;"
                 " make the pack with --have and the pip list of this Python"
             )
 
 
-def is_installed(name: str) -> bool:
-    """Return whether this Python has a distribution."""
+def version_of(name: str) -> str | None:
+    """Return the version of a distribution that this Python has, or None."""
     try:
-        importlib.metadata.version(name)
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def numbers(version: str) -> tuple[int, ...]:

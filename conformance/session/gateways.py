@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any
 from unittest.mock import patch
 
@@ -179,7 +178,8 @@ def private_server(settings: Settings, log: Path) -> Iterator[socket.socket]:
     ours, theirs = socket.socketpair()
     with ours, log.open("wb") as output:
         with theirs:
-            process = _started("kvconform.session.warm", theirs, settings, output)
+            environment = findable(environment_of(settings), sys.path)
+            process = start_server("kvconform.session.warm", theirs, environment, output)
         try:
             yield ours
         finally:
@@ -200,8 +200,7 @@ def reseeded_server(settings: Settings, log: Path) -> Iterator[None]:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(place)
             listener.listen()
-            seed = {HASH_SEED: OTHER_SEED}
-            process = _started("kvconform.session.reseeded", listener, settings, output, seed)
+            process = start_reseeded(listener, findable(environment_of(settings), sys.path), output)
         try:
             with patch.dict(os.environ, {RESEEDED: place}):
                 yield
@@ -210,23 +209,30 @@ def reseeded_server(settings: Settings, log: Path) -> Iterator[None]:
             process.wait()
 
 
-def _started(
+def start_reseeded(
+    listener: socket.socket, environment: Mapping[str, str], output: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start the process that forks for runs with another hash seed, as `start_server` does."""
+    own = {**environment, HASH_SEED: OTHER_SEED}
+    return start_server("kvconform.session.reseeded", listener, own, output)
+
+
+def start_server(
     module: str,
     end: socket.socket,
-    settings: Settings,
-    output: IO[bytes],
-    more: Mapping[str, str] = MappingProxyType({}),
+    environment: Mapping[str, str],
+    output: IO[bytes] | None,
 ) -> subprocess.Popen[bytes]:
-    """Start a module that serves at a socket and finds the vLLM that this process would import.
+    """Start a module that serves at a socket, in this environment.
 
-    Its output goes to `output`. `more`: further environment variables.
+    Its output goes to `output`; None: to this process's.
     """
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, str(end.fileno())],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        env={**findable(environment_of(settings), sys.path), **more},
+        env=environment,
         pass_fds=[end.fileno()],
         start_new_session=True,
     )

@@ -36,8 +36,6 @@ MODULES = (
 )
 """Modules of kvconform that every worker needs; their imports come with them."""
 TOOLS = ("_pytest.junitxml", "xdist.remote")
-
-
 PATIENCE = 5.0
 """Seconds that a client has for sending its request."""
 

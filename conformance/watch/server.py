@@ -16,10 +16,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvconform.config.settings import HASH_SEED
 from kvconform.process import scratch, wire
 from kvconform.process.wire import Message
-from kvconform.run.isolation import OTHER_SEED, RESEEDED
+from kvconform.run.isolation import RESEEDED
+from kvconform.session.gateways import start_reseeded
 from kvconform.session.warm import Warm
 from kvconform.watch.forked import control, peek
 from kvconform.watch.imported import Imported
@@ -95,13 +95,7 @@ class Server(Warm):
         """
         self._selector.unregister(listener)
         with listener:
-            self._reseeded = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kvconform.session.reseeded", str(listener.fileno())],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, HASH_SEED: OTHER_SEED},
-                pass_fds=[listener.fileno()],
-                start_new_session=True,
-            )
+            self._reseeded = start_reseeded(listener, os.environ)
 
     def is_over(self) -> bool:
         """Return whether the server is not used, and is idle, stale or replaced."""
