@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import groupby
+from tempfile import TemporaryDirectory
 from threading import Event, Lock
 from xml.etree.ElementTree import ParseError
 
@@ -141,7 +142,7 @@ def run(
         """
         before = result.of(part.id)
         if found is not None:
-            if found.status != "timed out" or before.status not in SETTLED:
+            if found.status in SETTLED or before.status not in SETTLED:
                 result.put(found)
             took = "" if found.status == "not run" else f" in {found.seconds:.0f} s"
             reason = f": {found.reason}" if found.reason else ""
@@ -167,7 +168,7 @@ def run(
 def one(part: Part, setting: Setting, until: float, stop: Event | None = None) -> Outcome:
     """Run one part until the time `until` of the monotonic clock at most; return its outcome.
 
-    It is ended when `stop` is set.
+    It is ended when `stop` is set, and counts as not run then.
     """
     made = Outcome(part=part.id, title=part.title, date=today())
     lacking = part.lacks(setting)
@@ -177,12 +178,14 @@ def one(part: Part, setting: Setting, until: float, stop: Event | None = None) -
     log.unlink(missing_ok=True)
     began = time.monotonic()
     bad: int | None = 0
-    for command in part.commands(setting):
-        ended = child.run(command, log, child.left(until), part.environment(setting), stop)
-        bad = ended if bad == 0 else bad
-        if ended is None:
-            bad = None
-            break
+    with TemporaryDirectory(prefix="kvconform-", ignore_cleanup_errors=True) as scratch:
+        environment = {"TMPDIR": scratch, **part.environment(setting)}
+        for command in part.commands(setting):
+            ended = child.run(command, log, child.left(until), environment, stop)
+            bad = ended if bad == 0 else bad
+            if ended is None:
+                bad = None
+                break
     seconds = round(time.monotonic() - began, 1)
     said = read(part, setting)
     status: Status = "done"
@@ -190,6 +193,8 @@ def one(part: Part, setting: Setting, until: float, stop: Event | None = None) -
     if bad is None:
         said_last = child.last_words(log)
         status, reason = "timed out", f"ended after {seconds:.0f} s"
+        if stop is not None and stop.is_set():
+            status, reason = "not run", f"interrupted after {seconds:.0f} s"
         reason += f", when it had said: {said_last}" if said_last else ""
     elif bad or said.problem:
         status = "failed"

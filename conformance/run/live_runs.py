@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvconform.compat.environment import has_compiled_parts
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import Tolerances, complete
 from kvconform.contract.case import Variant
@@ -34,9 +35,15 @@ _started = False
 def make_live_runs(variant: Variant, target: Target, spec: Spec, *, seed: int, tmp: Path) -> Runs:
     """Make the run of a scenario.
 
-    EnvironmentProblem if vLLM does not start with the connector, and never did in this process.
+    EnvironmentProblem if vLLM is without its compiled parts, or does not start with the connector
+    and never did in this process.
     """
     global _started
+    if not has_compiled_parts():
+        raise EnvironmentProblem(
+            "engine live computes with vLLM's compiled parts, which this vLLM does not have"
+            " (a pack has them if made with --capability)"
+        )
     scenario = _scenario(variant)
     profile = live_profile(target, tmp.parent)
     unmet = (

@@ -165,7 +165,24 @@ def test_an_interrupted_call_ends_the_parts_that_run(tmp_path: Path) -> None:
     broken = Part("broken", "Interrupted", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, part("slow", "import time; time.sleep(600)"), broken, jobs=2)
-    assert time.monotonic() - begun < 60
+    kept = load(tmp_path / NAME)
+    while kept is None or "interrupted" not in kept.of("slow").reason:
+        assert time.monotonic() - begun < 60
+        time.sleep(0.1)
+        kept = load(tmp_path / NAME)
+    assert kept.of("slow").status == "not run"
+
+
+def test_the_temporary_files_of_a_part_are_removed(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, tempfile, time; folder = tempfile.mkdtemp()\n"
+        f"pathlib.Path({str(tmp_path / 'folder')!r}).write_text(folder)\n"
+    )
+    for name, end in (("ended", "pass"), ("killed", "time.sleep(600)")):
+        run(tmp_path, part(name, code + end), minutes=3 / 60)
+        folder = Path((tmp_path / "folder").read_text(encoding="utf-8"))
+        assert folder.parent != tmp_path and not folder.exists()
+        (tmp_path / "folder").unlink()
 
 
 def test_files_that_cannot_be_read_fail_their_part(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ import pytest
 from pydantic import ValidationError
 
 from kvconform.config.settings import Settings
+from kvconform.config.target import Target
 from kvconform.contract import yaml12
 from kvconform.contract.events import check_event
 from kvconform.contract.loader import SpecError, load_spec
 from kvconform.contract.scenario import MAX_MODEL_LEN, Scenario, Workload
-from kvconform.errors import UsageError
+from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.fixtures.tiny_llama import make
 from kvconform.judge.describe import describe
 from kvconform.live import events
@@ -38,6 +39,7 @@ from kvconform.live.random import (
     text_of,
 )
 from kvconform.live.run import unhurried
+from kvconform.run import live_runs
 
 SPEC = load_spec(live=True)
 CONVERSATION = SPEC.workloads["conversation"]
@@ -385,3 +387,12 @@ def test_reuse_of_what_is_no_prefix_may_change_tokens(requirement: str) -> None:
     caps = {"lossy": False, "synthesises_kv": False, "non_prefix_reuse": False}
     assert declared.bind(caps)({})
     assert not declared.bind({**caps, "non_prefix_reuse": True})({})
+
+
+def test_engine_live_says_that_vllm_is_without_its_compiled_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (variant,) = random_scenario(0).variants(["live"])
+    monkeypatch.setattr(live_runs, "has_compiled_parts", lambda: False)
+    with pytest.raises(EnvironmentProblem, match="compiled parts, which this vLLM does not have"):
+        live_runs.make_live_runs(variant, Target(None), load_spec(), seed=0, tmp=tmp_path)

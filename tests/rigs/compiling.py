@@ -130,4 +130,6 @@ if __name__ == "__main__":
     compile_all("mla", torch.bfloat16, 1, 576)
     compile_all("mla", torch.float32, 1, 576)
     compile_all("BLNHC", torch.uint8, 3, 18)
+    compile_all("BLNHC", torch.bfloat16, 3, 18)
+    compile_all("LBNHC", torch.float32, 3, 17)
     print(json.dumps(COMPILED))
