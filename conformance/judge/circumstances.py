@@ -70,13 +70,20 @@ def possible(
 ) -> str:
     """Return the usual causes in `wrong` that need none of the circumstances `ruled_out`.
 
+    Those that need one that came up are first: most failures come up without, so that it is a hint.
     `wrong` is a sentence of alternatives, separated by semicolons. `hook`: only those that show in
     this hook, or that name none. `errors`, if there are some: only causes that name one of these
     errors, or none.
     """
-    words = tuple(word for name in ruled_out for word in WORDS.get(name, ()))
-    parts = [part.strip().removeprefix("or ") for part in wrong.strip().rstrip(".").split(";")]
-    left = [part for part in parts if part and not any(_has(part, word) for word in words)]
+    out = {*ruled_out}
+    wrong = wrong.strip().rstrip(".")
+    parts = [
+        part.strip().removeprefix("or ") for part in f"{wrong[:1].lower()}{wrong[1:]}".split(";")
+    ]
+    needs = {part: _circumstances(part) for part in parts if part}
+    left = sorted(
+        (part for part in needs if not needs[part] & out), key=lambda part: not needs[part]
+    )
     if hook is not None:
         left = [part for part in left if hook in (names := _hooks(part)) or not names]
     if errors:
@@ -85,6 +92,11 @@ def possible(
         return ""
     text = "; ".join([*left[:-1], "or " + left[-1]]) if len(left) > 1 else left[0]
     return f"{text[0].upper()}{text[1:]}."
+
+
+def _circumstances(text: str) -> set[str]:
+    """Return the circumstances that a usual cause names."""
+    return {name for name, words in WORDS.items() if any(_has(text, word) for word in words)}
 
 
 def _has(text: str, word: str) -> bool:

@@ -64,11 +64,16 @@ def test_a_cause_that_shows_in_another_hook_is_dropped() -> None:
 
 
 def test_causes_that_need_what_is_absent_are_dropped() -> None:
-    assert possible(WRONG, ()) == WRONG
-    assert possible(WRONG, ("preemption",)) == "Copies on a thread; or forgets Drafts."
+    assert possible(WRONG, ("preemption",)) == "Forgets Drafts; or copies on a thread."
     assert possible(WRONG, ("preemption", "drafts")) == "Copies on a thread."
     assert possible("Keeps a table over a preemption.", ("preemption",)) == ""
     assert possible("", ("preemption",)) == ""
+
+
+def test_causes_that_need_what_came_up_are_first() -> None:
+    assert possible(WRONG, ()) == (
+        "Keeps a block table over a preemption; forgets Drafts; or copies on a thread."
+    )
 
 
 def test_only_the_beginning_of_a_word_names_a_circumstance() -> None:
@@ -83,7 +88,7 @@ def test_only_the_beginning_of_a_word_names_a_circumstance() -> None:
         ("load.only-grant", None, "write to block 0", r"Takes the null block .*"),
         ("load.only-grant", None, "kernel blocks", r"Takes block ids .* kernel blocks\."),
         ("lookup.last-token", None, "", r"Claims .* last token\."),
-        ("lookup.last-token", None, "local hit", r"Claims .*; or returns the length .*"),
+        ("lookup.last-token", None, "local hit", r"Returns the length .*; or claims .*"),
         ("load.only-grant", None, "abort, write to a lost block", r"Lets [^;]* aborted [^;]*"),
         ("load.only-grant", None, "abort, preemption", ""),
         ("load.only-grant", None, "drafts", ""),
@@ -91,7 +96,7 @@ def test_only_the_beginning_of_a_word_names_a_circumstance() -> None:
             "hook.no-raise",
             "build_connector_meta",
             "placeholders",
-            r"Slices .*; goes on .*; or indexes .*",
+            r"Indexes .*; slices .*; or goes on .*",
         ),
         ("hook.no-raise", "build_connector_meta", "drafts", r"Slices [^;]*; or goes on [^;]*"),
         ("hook.no-raise", "handle_preemptions", "drafts", r"Reads metadata [^;]*"),
