@@ -103,6 +103,7 @@ class FooterLine(Part):
     type: Literal["footer"] = "footer"
     counts: Counts
     verdict: Overall
+    exit_code: int | None = Field(default=None, description="status with which the command ended")
     seconds: float | None = None
 
 

@@ -20,11 +20,11 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from kvconform import __version__
-from kvconform.config.folders import check_writable
 from kvconform.config.selection import part, select, suite_digest
 from kvconform.config.settings import Settings, Shard, parse
 from kvconform.contract.loader import Spec, load_spec
 from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.files import check_writable
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.report import jsonl, statement, summary, terminal
 from kvconform.report.collector import Collector
@@ -62,7 +62,7 @@ def merge(
     rows, found = collector.finish(date.today(), complete=not collector.missing())
     code = collector.exit_code(found)
     seconds = [_seconds(_folder(report)) for report in reports]
-    footer = FooterLine(counts=found.counts, verdict=found.verdict)
+    footer = FooterLine(counts=found.counts, verdict=found.verdict, exit_code=code)
     try:
         out.mkdir(parents=True, exist_ok=True)
         header = jsonl.header_of(collector, warnings)

@@ -23,12 +23,11 @@ from rich.markup import escape
 from kvconform.compat.installed import check_vllm
 from kvconform.config.catalogue import check_servers, lacking
 from kvconform.config.exists import check_connector_exists, check_connector_name, check_router
-from kvconform.config.folders import why_not
 from kvconform.config.mentioned import unmentioned
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
-from kvconform.files import scratch_root
+from kvconform.files import scratch_root, why_not
 from kvconform.judge.records import CaseReport, Verdict
 from kvconform.judge.verdict import rows_for
 from kvconform.live.random import spec_for
@@ -398,7 +397,7 @@ class Controller:
         seconds = time.monotonic() - self.began
         assert self._stream is not None
         self._stream.close()
-        footer = FooterLine(counts=found.counts, verdict=found.verdict)
+        footer = FooterLine(counts=found.counts, verdict=found.verdict, exit_code=code)
         try:
             jsonl.rewrite(
                 self._stream.path, self.header(), rows, self.collector.ordered_reports(), footer

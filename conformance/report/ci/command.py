@@ -48,7 +48,9 @@ def exit_code(report: Report, policy: str, new: Collection[object] | None) -> in
         return 0
     if policy == "new":
         return 1 if new else 0
-    return EXIT_CODES[report.verdict or "error"]
+    # A report of an earlier version does not have the status of its run.
+    status = report.footer.exit_code if report.footer is not None else None
+    return EXIT_CODES[report.verdict or "error"] if status is None else status
 
 
 FORMATS = ("github", "gitlab", "plain")

@@ -295,6 +295,15 @@ def test_policies(tmp_path: Path, answer: str | None, policy: str, code: int) ->
     assert CliRunner().invoke(app, ["ci", folder, "--fail-on", policy]).exit_code == code
 
 
+def test_what_ends_the_run_with_a_status_ends_the_job_with_it(tmp_path: Path) -> None:
+    folder = report(tmp_path / "report", row("hook.no-raise", "NOT_EXERCISED"), answer="partial")
+    lines = tmp_path / "report" / "report.jsonl"
+    footer = '{"type": "footer", "counts": {}, "verdict": "partial", "exit_code": 1}\n'
+    lines.write_text("".join([*lines.read_text().splitlines(True)[:-1], footer]))
+    for policy, code in (("any", 1), ("never", 0)):
+        assert CliRunner().invoke(app, ["ci", folder, "--fail-on", policy]).exit_code == code
+
+
 def test_only_new_failures_end_the_job_when_there_is_a_baseline(tmp_path: Path) -> None:
     old = report(
         tmp_path / "old", row("hook.no-raise", "FAIL", **RAISED), row("send.released", "PASS")
