@@ -22,13 +22,13 @@ from kvconform import __version__
 from kvconform.adapters import registry as adapters
 from kvconform.compat.installed import NEWEST, OLDEST, vllm_version
 from kvconform.config import catalogue
-from kvconform.config.folders import check_writable
 from kvconform.contract.case import Case
 from kvconform.contract.loader import Spec, load_spec
 from kvconform.contract.requirement import Requirement
 from kvconform.contract.scenario import Scenario
 from kvconform.errors import UsageError, did_you_mean
 from kvconform.execute.choice import parse
+from kvconform.files import check_writable
 
 KINDS = ("requirements", "cases", "profiles", "connectors", "adapters")
 

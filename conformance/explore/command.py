@@ -17,7 +17,6 @@ from rich.console import Console
 from kvconform.compat.installed import check_vllm
 from kvconform.config.catalogue import check_servers, lacking
 from kvconform.config.exists import check_connector_exists, check_connector_name, check_router
-from kvconform.config.folders import check_writable
 from kvconform.config.mentioned import unmentioned
 from kvconform.config.settings import Settings
 from kvconform.errors import EnvironmentProblem, UsageError
@@ -30,7 +29,7 @@ from kvconform.explore.places import database
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
 from kvconform.explore.workload import Workload
-from kvconform.files import scratch_root
+from kvconform.files import check_writable, scratch_root
 from kvconform.process.scratch import temporary
 from kvconform.report.causes import run_of
 from kvconform.report.layout import make_console

@@ -13,8 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvconform.config.folders import check_writable
 from kvconform.errors import EnvironmentProblem, UsageError, one_line
+from kvconform.files import check_writable
 
 if TYPE_CHECKING:
     from hypothesis.database import ExampleDatabase

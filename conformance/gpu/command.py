@@ -47,7 +47,7 @@ def gpu(
 
     Exit codes: 0 all that ran passed, 1 a part failed or was timed out, 2 usage, 3 no GPU.
     """
-    from kvconform.config.folders import check_writable
+    from kvconform.files import check_writable
     from kvconform.gpu import page, session
     from kvconform.gpu.parts import Setting
 

@@ -178,7 +178,9 @@ def one(part: Part, setting: Setting, until: float, stop: Event | None = None) -
     log.unlink(missing_ok=True)
     began = time.monotonic()
     bad: int | None = 0
-    with TemporaryDirectory(prefix="kvconform-", ignore_cleanup_errors=True) as scratch:
+    with TemporaryDirectory(
+        prefix="kvconform-", dir=files.scratch_root(), ignore_cleanup_errors=True
+    ) as scratch:
         environment = {"TMPDIR": scratch, **part.environment(setting)}
         for command in part.commands(setting):
             ended = child.run(command, log, child.left(until), environment, stop)

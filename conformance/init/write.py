@@ -17,8 +17,8 @@ from typing import Any
 import jinja2
 
 from kvconform import fixtures
-from kvconform.config.folders import check_writable, obstacle
 from kvconform.errors import UsageError
+from kvconform.files import check_writable, obstacle
 from kvconform.init.find import Found, hands_over, options
 from kvconform.init.origin import Origin
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -141,11 +140,7 @@ def check(vllm: str, target: Target, folder: Path, most: float) -> None:
         oldest = ".".join(map(str, OLDEST_PYTHON))
         raise UsageError(f"--python {target.python} is too old: kvconform needs {oldest} or later")
     target.parts()
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--out {folder} is a file")
-    above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not os.access(above, os.W_OK):
-        raise UsageError(f"--out {folder} cannot be written; name another folder")
+    files.check_writable("--out", folder)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / launch.MANIFEST).is_file():
         raise UsageError(f"--out {folder} has files that are no pack; name another folder")
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvconform.config.exists import check_connector_name
-from kvconform.config.folders import check_writable
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings, load, parse_extra_config
 from kvconform.contract.loader import load_spec
@@ -25,6 +24,7 @@ from kvconform.contract.requirement import version_key
 from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
 from kvconform.execute import choice
 from kvconform.execute.choice import add_options
+from kvconform.files import check_writable
 from kvconform.versions import changes, matrix, page
 from kvconform.versions.matrix import RELEASES, Place, Release
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvconform.config.folders import check_writable
 from kvconform.contract.capabilities import complete
 from kvconform.contract.loader import load_spec
 from kvconform.errors import UsageError
@@ -16,6 +15,7 @@ from kvconform.explore.draw import drawn
 from kvconform.explore.mutate import mutated
 from kvconform.explore.outcome import judgeable, never, pairs_of
 from kvconform.explore.workload import Workload
+from kvconform.files import check_writable
 from kvconform.judge.records import Row, Verdict
 
 BOTH = ["reference", "vllm"]
