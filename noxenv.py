@@ -29,8 +29,6 @@ import noxpip
 
 ROOT = Path(__file__).resolve().parent
 NOX = ROOT / ".nox"
-SRC = ROOT / "src"
-"""Folder with the link `kvconform` to `conformance/`; put it on the path to import the checkout."""
 VLLM = "0.32.0"
 """The default vLLM release."""
 CPU_SIZE, CUDA_SIZE, TORCH_SIZE = "3.5 GB", "8.4 GB", "0.8 GB"

@@ -5,7 +5,7 @@ All sessions except `lint`, `kernels`, `browser` and `docs` share one environmen
 `.nox/<package>-<version>-<python>` (3.8 GB without a GPU). A stamp inside it lists what was
 installed, so a later run installs nothing (docs/decisions/0009-one-environment.md). To start
 afresh, delete `.nox`. `build` has two environments more, without vLLM. The sessions with the shared
-environment take these options after `--`:
+environment, except `build`, take these options after `--`:
 
     --vllm 'vllm==0.31.0'    another vLLM than the default (without a GPU: its Python code over the
                              default's dependencies); versions: a list of releases, 0.31.0,0.32.0
@@ -182,8 +182,8 @@ def explore(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the suite's own tests; those of the kernels are in `kernels`.
 
-    There are two processes more than cores, because tests often wait. Long tests come first
-    (tests/conftest.py), and idle processes take over tests of others.
+    There are two processes more than cores, but at most four, because tests often wait. Long tests
+    come first (tests/conftest.py), and idle processes take over tests of others.
     """
     env, rest = prepare(session)
     processes = str(min(4, (os.cpu_count() or 1) + 2))

@@ -448,13 +448,17 @@ app.add_typer(
 )
 
 
+WITH_DEBUG = frozenset({"run", "snapshot"})
+"""Commands with an option --debug of their own: it also shows pytest's output."""
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the program: print one sentence for an error, and a traceback only with --debug."""
     arguments = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
     debug = "--debug" in arguments
-    # Only `run` has the option; for the other commands it is handled here.
-    if debug and "run" not in arguments:
+    # For commands that do not have the option, it is handled here.
+    if debug and not WITH_DEBUG.intersection(arguments):
         arguments = [word for word in arguments if word != "--debug"]
     try:
         status = app(args=arguments, prog_name="kvconform", standalone_mode=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic writes of files, checks of folders before a command begins, and one for temporary files."""
+"""Atomic writes of files, checks of folders before a command begins, and scratch folders."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Layout:
 
     @classmethod
     def named(cls, name: str) -> Layout:
-        """Return a layout of `NAMES`, or a permutation of LBHNC (vLLM's names since 0.29).
+        """Return a layout of `NAMES`, or a permutation of LBHNC (vLLM's names since 0.26).
 
         ValueError for another name.
         """
@@ -137,7 +137,7 @@ NAMES: dict[str, tuple[str, str]] = {
 """Named layouts: (axes of a layer's tensor, order in memory). Comments say who registers them."""
 
 PACKED = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC", "LHBNC")
-"""Memory orders of (blocks, heads, size, 2 * dim) from which vLLM chooses since 0.29.
+"""Memory orders of (blocks, heads, size, 2 * dim) from which vLLM chooses since 0.26.
 
 Other permutations work too.
 """

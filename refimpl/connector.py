@@ -131,7 +131,7 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         """Return how many more tokens can be loaded, and whether asynchronously.
 
         The engine asks at every attempt to admit the request, and an allocation may never follow.
-        So this changes nothing.
+        So this changes nothing but what `take_events` reports: that missing chunks are gone.
         """
         if not self._may_load:
             return 0, False

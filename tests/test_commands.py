@@ -9,6 +9,7 @@ import pytest
 
 from kvconform import cli, commands
 from kvconform.contract.loader import load_spec
+from kvconform.snapshots import command as snapshots
 
 
 def kvconform(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -146,6 +147,21 @@ def test_a_bug_of_our_own(
     )
     with pytest.raises(RuntimeError, match="one"):
         kvconform(capsys, "version", "--debug")
+
+
+def test_a_command_with_an_option_debug_gets_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[object] = []
+
+    def session(given: dict[str, object], **_: object) -> int:
+        got.append(given["debug"])
+        return 0
+
+    monkeypatch.setattr(snapshots, "_session", session)
+    for words in (["snapshot", "check"], ["snapshot", "check", "--debug"]):
+        assert kvconform(capsys, *words)[0] == 0
+    assert got == [None, True]
 
 
 @pytest.mark.parametrize("name", ["vllm", "numpy"])

@@ -94,7 +94,7 @@ COUNTS_IN_FLIGHT = "num_in_flight_tokens" in Request.__init__.__code__.co_names
 """Whether vLLM's own scheduler counts tokens in flight (since 0.25)."""
 _RELEASE = version_key(vllm.__version__)
 KV_LAYOUT = _kv_layout(_RELEASE)
-"""Layout of a layer's KV tensor (kvconform.kv.cache.LAYOUTS), as FlashAttention registers it."""
+"""Layout of a layer's KV tensor (see kvconform.kv.cache), as FlashAttention registers it."""
 FINISHED_ERROR = getattr(RequestStatus, "FINISHED_ERROR", RequestStatus.FINISHED_ABORTED)
 """Final status of a request that cannot be recovered; until 0.12 there was no status for it."""
 PREEMPTIONS_BY_METADATA = (

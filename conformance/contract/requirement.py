@@ -59,7 +59,6 @@ Check = Annotated[
     Field(min_length=1),
 ]
 TraceEvent = dict[str, Any]
-Trace = list[TraceEvent]
 
 
 class Model(BaseModel):

@@ -185,8 +185,9 @@ class Emulation:
         self.demand(self.machine.mark(queue), what)
 
     def synchronize_device(self, what: str) -> None:
-        """Let the host wait for everything on every stream."""
-        self.note("sync", what, None)
+        """Let the host wait for everything on every stream; noted, unless all of it is done."""
+        if any(queue.entries for queue in self.machine.queues):
+            self.note("sync", what, None)
         self.drain()
 
     def note(self, kind: str, what: str, queue: Queue | None) -> None:

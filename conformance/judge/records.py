@@ -28,9 +28,9 @@ class Verdict(StrEnum):
     ERROR = "ERROR"  # the harness or the environment is at fault
     XFAIL = "XFAIL"  # failed, as expected
     XPASS = "XPASS"  # expected to fail, and did not
-    UNSUPPORTED = "UNSUPPORTED"  # the connector does not declare the capability
+    UNSUPPORTED = "UNSUPPORTED"  # a capability is not declared, or settings are refused
     NOT_EXERCISED = "NOT_EXERCISED"  # its trigger never matched
-    UNOBSERVABLE = "UNOBSERVABLE"  # the engine does not have the events
+    UNOBSERVABLE = "UNOBSERVABLE"  # no such events, or not deterministic
     BLOCKED = "BLOCKED"  # an earlier failure of the same run explains it
     DISABLED = "DISABLED"  # switched off by the operator
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts: what a run says about each requirement. `judge` is the only place that decides one.
+"""Verdicts: what the trace of a run says about each requirement, decided by `judge`.
 
 In a run of several engines, each engine's part of the trace is judged as the trace of one engine.
 Only requirements about pairs of engines see the whole trace. Whether the verdicts make a connector

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paged KV cache that a connector reads and writes, with a shadow that only the engine writes.
+"""The paged KV cache that a connector reads and writes, with a shadow of what is known.
 
 A KV cache group is a set of layers that share a block table. A model with several groups has
 several kinds of layers, and one pool of blocks for all. A block belongs to one group at a time; the

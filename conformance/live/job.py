@@ -114,7 +114,6 @@ class Job(_Part):
     desk: str | None = None
     pace: float = 0.0
     book: bool = True
-    scale_loads: float | None = None
 
     @property
     def served(self) -> bool:

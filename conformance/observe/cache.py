@@ -57,6 +57,19 @@ TOKENS = TypeAdapter(list[int])
 """What an Inspector's `cached()` returns: tokens of the first level, the first two, and so on."""
 
 
+class Size(BaseModel):
+    """What an Inspector's `sizes()` says of a level."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str
+    bytes: int
+    path: str | os.PathLike[str] | None = None
+
+
+SIZES = TypeAdapter(Sequence[Size])
+
+
 class CacheObserver:
     """Emits the events cache.lookup, .loaded, .reached, .state, .ended and .size. Changes nothing.
 
@@ -250,8 +263,10 @@ class CacheObserver:
 
     def _sizes(self) -> Sequence[Mapping[str, Any]]:
         """Return the sizes of the levels, if the Inspector shows them."""
-        sizes = getattr(self._inspector, "sizes", None)
-        return sizes() if callable(sizes) else ()
+        if not callable(getattr(self._inspector, "sizes", None)):
+            return ()
+        sizes: Sequence[Mapping[str, Any]] = self._ask("sizes", SIZES.validate_python)
+        return sizes
 
 
 def bytes_in_files(folder: Path) -> int:

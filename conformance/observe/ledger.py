@@ -139,7 +139,8 @@ _REASONS = {
 class Ledger:
     """Reads a scheduler's requests before and after each call.
 
-    Emits events; changes nothing in the engine but two methods of its block pool, which it wraps.
+    Emits events; wraps two methods of the engine's block pool, and during an update one of its
+    manager of KV cache blocks.
     """
 
     def __init__(

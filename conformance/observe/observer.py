@@ -47,7 +47,10 @@ class Prefix:
 
 
 class Observer:
-    """Watches one scheduler. Emits events and updates the loads of `view`; changes nothing else."""
+    """Watches one scheduler.
+
+    Emits events, and updates the loads of `view` and the `memory` that it shares with the engine.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Static checks of a connector's class against the installed base class, and of vLLM itself.
 
-The checks of vLLM cover what it must refuse at its start, and names that it has removed. Every
-check is made once, on the classes and a configuration.
+The checks of vLLM cover what it must refuse at its start, and names that it has removed. They
+are made once, on the classes, a configuration, and the first instance.
 """
 
 from __future__ import annotations

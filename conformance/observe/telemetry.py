@@ -194,7 +194,9 @@ _engines: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
 
 
 class Telemetry:
-    """Listens to one engine's connector halves. Changes nothing but the trace.
+    """Listens to one engine's connector halves. Emits events.
+
+    The engine gets the events of `take_events` as a list, since they can be read once only.
 
     `shared`: an engine outside of this trace may have stored what the connector finds. `groups`:
     the number of KV cache groups. Of several, lookups are compared with the announcements of the

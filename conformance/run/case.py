@@ -49,9 +49,10 @@ def run_and_judge(
 ) -> CaseReport:
     """Run a variant and the runs that it is compared with, and judge them.
 
-    Judges the named requirements, or all. Writes below `tmp`, and removes it. `brief` leaves out
-    the rows of requirements that the run did not exercise. `plain` caches the baseline runs, for
-    other connectors on the same variant and seed. ForeignKV if the store holds KV of other runs.
+    Judges the named requirements, or all. Writes below `tmp`, which it removes, and next to it.
+    `brief` leaves out the rows of requirements that the run did not exercise. `plain` caches the
+    baseline runs, for other connectors on the same variant and seed. ForeignKV if the store holds
+    KV of other runs.
     """
     wanted = list(spec.requirements.values())
     if requirements is not None:

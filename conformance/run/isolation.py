@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs, or the first part of a case, in another process.
 
-There are five reasons: the case restarts in a new process, or in a new interpreter, the run must
-have another hash seed, or the run forks and this process has threads that make forking unsafe, or a
-CUDA device, which a forked process cannot use.
+The reasons: the case restarts in a new process, or in a new interpreter; the run must have another
+hash seed; the run forks, and this process has threads that make forking unsafe, or a CUDA device,
+which a forked process cannot use; the run loaded KV of other runs, which this process may hold; or
+it pauses before it restarts its process.
 """
 
 from __future__ import annotations

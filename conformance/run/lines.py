@@ -47,7 +47,7 @@ class FilesBelow:
 
 
 class Recorder:
-    """Records the executed lines of some files, in all threads of the process.
+    """Records the executed lines of some files, in this thread and those started later.
 
     `executed`: (file, line), cleared by `taken`.
     """

@@ -128,7 +128,8 @@ class Run:
 
     `caps` are the capabilities that it is judged by, and `channels` the kinds of events that the
     engine observes. `unmet` has the stimuli that did not happen. `traceback` is that of a crash.
-    `lacks` says what the device does not support. `hurried`: see Progress.
+    `lacks` says what could not be judged: what the device does not support, refused settings, a
+    stand-in that was called, damage that found nothing. `hurried`: see Progress.
     """
 
     variant: Variant

@@ -54,6 +54,8 @@ def make_runs(
 ) -> Runs:
     """Make the run of a variant and the runs that it is compared with, below `tmp`.
 
+    What the connector's calibration found is kept next to `tmp`, for later runs.
+
     `plain` caches baseline runs of the same variant and seed; new ones are added to it.
 
     A run that loaded KV of other runs is repeated in a fresh interpreter, because the memory of

@@ -2,8 +2,8 @@
 """The worker's half of the pytest plugin: runs one variant per item, and reports the result.
 
 The controller receives a compacted CaseReport (`kvconform.report.compact`) as JSON text, in the
-attribute `kvconform` of the item's TestReport. Every process that runs a connector first calls
-`settle_in`.
+attribute `kvconform` of the item's TestReport. Processes that run several connectors' cases call
+`settle_in` first.
 """
 
 from __future__ import annotations

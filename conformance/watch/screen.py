@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from kvconform.errors import one_line
 from kvconform.report.jsonl import Report
 from kvconform.report.layout import wrapped
 
@@ -91,8 +90,3 @@ class Screen:
 
     def _print(self, markup: str) -> None:
         self._console.print(markup, highlight=False, soft_wrap=True)
-
-
-def sentence_of(error: BaseException) -> str:
-    """Return an error in one line."""
-    return getattr(error, "message", None) or one_line(error)

@@ -5,6 +5,7 @@ It is an example for connector authors, and does not need vLLM. From the bottom 
 
 - `backend`: what a back end is: bytes by key. `memory`, `file`, `http`, `redis_server`, `s3`: the
   back ends. `urls` opens one by its URL.
+- `arena`: a back end in one piece of memory, on the device or pinned. `damage` damages values.
 - `seal`: the header of a stored value, which shows damage and mistaken keys.
 - `codecs`: how the KV of a layer is stored: as it is, quantised, or quantised and entropy-coded.
 - `patience`, `deadline`: how much time a server may cost.

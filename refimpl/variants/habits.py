@@ -55,8 +55,8 @@ class Beating(ReferenceMetadata):
 class HandsOutItsOwn(ReferenceConnector):
     """Puts a dictionary into each step's metadata and keeps changing it.
 
-    NixlConnector does so with its heartbeats. The worker half reads the dictionary in the step of
-    the metadata, and may as well learn of a request one step later.
+    NixlConnector does so with its heartbeats. A worker half that reads the dictionary may learn
+    of a request one step later; this one does not read it.
     """
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

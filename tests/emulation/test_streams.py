@@ -26,6 +26,12 @@ def log(cuda, stream, into, what) -> None:
     cuda.put(stream.queue, lambda: into.append(what))
 
 
+def busy(cuda) -> None:
+    """Queue something on the compute stream and on another one; one of them has not run it."""
+    for stream in (cuda.compute, torch.cuda.Stream()):
+        log(cuda, stream, [], "work")
+
+
 def test_only_the_held_back_side_is_late():
     for delay, first in (("compute", "side"), ("transfers", "compute"), (None, "compute side")):
         with emulate(delay) as cuda:
@@ -226,6 +232,7 @@ def test_places_in_the_source_do_not_depend_on_the_working_directory(cuda, monke
     for directory in (Path(__file__).parent, tmp_path):
         monkeypatch.chdir(directory)
         shown.cache_clear()
+        busy(cuda)
         torch.cuda.synchronize()
     assert {note.where.partition(":")[0] for note in cuda.notes} == {
         "emulation/test_streams.py"
@@ -254,12 +261,23 @@ def test_waiting_for_what_is_over_is_not_noted(delay):
 
 
 def test_the_harness_is_not_noted(cuda):
-    log(cuda, cuda.compute, [], 1)
+    def wait():
+        busy(cuda)
+        torch.cuda.synchronize()
+
     with cuda.raw():
-        torch.cuda.synchronize()
+        wait()
         with cuda.intercepted():
-            torch.cuda.synchronize()
-        torch.cuda.synchronize()
+            wait()
+        wait()
+    assert len(cuda.notes) == 1
+
+
+def test_an_idle_device_is_waited_for_without_a_note(cuda):
+    busy(cuda)
+    torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaDeviceSynchronize()
     assert len(cuda.notes) == 1
 
 
@@ -436,6 +454,7 @@ def test_an_emulation_inside_another_shares_nothing_with_it():
         with outer.raw(), emulate("transfers") as inner:
             assert torch.cuda.current_stream() == inner.compute and not kept.is_cuda
             assert torch.zeros(1, device="cuda").is_cuda
+            busy(inner)
             torch.cuda.synchronize()
             assert ran == [] and len(inner.notes) == 1
         assert kept.is_cuda and torch.cuda.current_stream() == outer.compute and outer.notes == []

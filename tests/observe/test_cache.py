@@ -249,6 +249,16 @@ def test_an_answer_of_another_form_is_a_sentence(answers: dict[str, Any], words:
         look()
 
 
+@pytest.mark.parametrize("sizes", [None, [{"name": "host"}], [{"name": 1, "bytes": 2}]])
+def test_sizes_of_another_form_are_a_sentence(tmp_path: Path, sizes: Any) -> None:
+    inspector: Any = Inspector(tmp_path)
+    inspector.sizes = list
+    observer = CacheObserver(Trace(), inspector, {}, 16, lambda: 0)
+    inspector.sizes = lambda: sizes
+    with pytest.raises(UsageError, match=r"kvconform_inspector\(\)\.sizes\(\) returned what"):
+        observer.measure(1.0)
+
+
 def test_lookups_are_collected_by_the_level_that_could_give_more() -> None:
     trace = Trace()
     observer = CacheObserver(trace, Levels([4, 14]), {}, 4, lambda: 0)
