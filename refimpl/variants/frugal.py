@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvconform.refimpl.cache.chunks import ChunkStore
-from kvconform.refimpl.connector import Lookup, ReferenceConnector
+from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.plan import ReferenceMetadata, Save
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -48,12 +49,30 @@ class WorthLoading(Undeclared):
 
 
 class OneLoadPerStep(Undeclared):
-    """Loads for one request per step; the others compute."""
+    """Loads for one request per step; the others compute, unless they were told of a hit before."""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
-        if len(self._granted) >= LOADS_PER_STEP:
+        told = self._told()
+        if len(self._granted) >= LOADS_PER_STEP and request.request_id not in told:
             return 0, False
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found[0]:
+            told.add(request.request_id)
+        return found
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._told().discard(request.request_id)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
+        self._told().discard(request.request_id)
+        return super().request_finished(request, block_ids)
+
+    def _told(self) -> set[str]:
+        """Return the requests that were told of a hit, and got no blocks yet."""
+        return self.__dict__.setdefault("_told_of_hits", set())
 
 
 class SaveBudget(Undeclared):
