@@ -50,6 +50,9 @@ WORDS = {
 }
 """Beginnings of words by which a usual cause (`wrong` of a requirement) names a circumstance."""
 
+TELLING = frozenset(WORDS) - {"placeholders", "reset", "local hit", "hit"}
+"""Circumstances that few runs have. The others come up in most runs that could fail at all."""
+
 
 def absent(trace: Iterable[Event], failure: Event) -> tuple[str, ...]:
     """Return the circumstances that had not come up until the end of the failure's step.
@@ -70,7 +73,7 @@ def possible(
 ) -> str:
     """Return the usual causes in `wrong` that need none of the circumstances `ruled_out`.
 
-    Those that need one that came up are first: most failures come up without, so that it is a hint.
+    Those that need a TELLING one are first: it came up, and most runs do without.
     `wrong` is a sentence of alternatives, separated by semicolons. `hook`: only those that show in
     this hook, or that name none. `errors`, if there are some: only causes that name one of these
     errors, or none.
@@ -81,9 +84,8 @@ def possible(
         part.strip().removeprefix("or ") for part in f"{wrong[:1].lower()}{wrong[1:]}".split(";")
     ]
     needs = {part: _circumstances(part) for part in parts if part}
-    left = sorted(
-        (part for part in needs if not needs[part] & out), key=lambda part: not needs[part]
-    )
+    left = [part for part in needs if not needs[part] & out]
+    left.sort(key=lambda part: not needs[part] & TELLING)
     if hook is not None:
         left = [part for part in left if hook in (names := _hooks(part)) or not names]
     if errors:
