@@ -36,21 +36,19 @@ A report without a verdict fails a job with any policy.
 
 
 def exit_code(report: Report, policy: str, new: Collection[object] | None) -> int:
-    """Return 0, 1 (the connector's fault) or 3 (no verdict).
+    """Return 0, 1 (the connector's fault) or 3 (no verdict); with policy `any`, the run's status.
 
     There is no verdict if the harness or the environment failed, or the report was cut off. `new`
     are the failures that count and are not in the baseline; with policy `new` they outweigh a
     missing verdict.
     """
+    if policy == "any":
+        # A report of an earlier version does not have the status of its run.
+        status = report.footer.exit_code if report.footer is not None else None
+        return EXIT_CODES[report.verdict or "error"] if status is None else status
     if report.silent and not (policy == "new" and new):
         return 3
-    if policy == "never":
-        return 0
-    if policy == "new":
-        return 1 if new else 0
-    # A report of an earlier version does not have the status of its run.
-    status = report.footer.exit_code if report.footer is not None else None
-    return EXIT_CODES[report.verdict or "error"] if status is None else status
+    return 1 if policy == "new" and new else 0
 
 
 FORMATS = ("github", "gitlab", "plain")

@@ -295,12 +295,18 @@ def test_policies(tmp_path: Path, answer: str | None, policy: str, code: int) ->
     assert CliRunner().invoke(app, ["ci", folder, "--fail-on", policy]).exit_code == code
 
 
-def test_what_ends_the_run_with_a_status_ends_the_job_with_it(tmp_path: Path) -> None:
-    folder = report(tmp_path / "report", row("hook.no-raise", "NOT_EXERCISED"), answer="partial")
+@pytest.mark.parametrize(
+    ("answer", "status", "never"),
+    [("partial", 1, 0), ("conformant", 0, 0), ("error", 1, 3), ("error", 2, 3)],
+)
+def test_what_ends_the_run_with_a_status_ends_the_job_with_it(
+    tmp_path: Path, answer: str, status: int, never: int
+) -> None:
+    folder = report(tmp_path / "report", row("hook.no-raise", "NOT_EXERCISED"), answer=answer)
     lines = tmp_path / "report" / "report.jsonl"
-    footer = '{"type": "footer", "counts": {}, "verdict": "partial", "exit_code": 1}\n'
-    lines.write_text("".join([*lines.read_text().splitlines(True)[:-1], footer]))
-    for policy, code in (("any", 1), ("never", 0)):
+    footer = {"type": "footer", "counts": {}, "verdict": answer, "exit_code": status}
+    lines.write_text("".join([*lines.read_text().splitlines(True)[:-1], json.dumps(footer)]))
+    for policy, code in (("any", status), ("never", never)):
         assert CliRunner().invoke(app, ["ci", folder, "--fail-on", policy]).exit_code == code
 
 
