@@ -8,15 +8,16 @@ and `cached(request)` what they have of a request. A third one, `sizes()`, is op
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from kvconform.contract.trace import Event, Trace
 from kvconform.errors import UsageError
@@ -57,13 +58,21 @@ TOKENS = TypeAdapter(list[int])
 """What an Inspector's `cached()` returns: tokens of the first level, the first two, and so on."""
 
 
+def _whole(value: Any) -> int:
+    """Return a whole number of any type, numpy's too, as an int. ValueError for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError("a whole number is expected") from None
+
+
 class Size(BaseModel):
     """What an Inspector's `sizes()` says of a level."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     name: str
-    bytes: int
+    bytes: Annotated[int, BeforeValidator(_whole)]
     path: str | os.PathLike[str] | None = None
 
 
@@ -178,14 +187,13 @@ class CacheObserver:
         the first one: wait up to `patience` seconds for the former, and up to PROMOTES for the
         latter, which a connector need not do.
         """
-        deadline = clock.monotonic() + patience
-        while (state := self._look())["held"] and clock.monotonic() < deadline:
-            time.sleep(POLL)
-        deadline = clock.monotonic() + min(patience, PROMOTES)
+        waiting = waits(patience)
+        while (state := self._look())["held"] and next(waiting, False):
+            pass
+        waiting = waits(min(patience, PROMOTES))
         for request, end in self._unpromoted:
             loaded = self._loaded(request, end, self._look())
-            while _waits_for_promotion(loaded) and clock.monotonic() < deadline:
-                time.sleep(POLL)
+            while _waits_for_promotion(loaded) and next(waiting, False):
                 loaded = self._loaded(request, end, self._look())
             self.trace.emit("cache.loaded", **loaded)
         self.release()
@@ -238,10 +246,9 @@ class CacheObserver:
 
         Threads may still move entries: wait up to `patience` seconds until two looks agree.
         """
-        deadline = clock.monotonic() + patience
+        waiting = waits(patience)
         before, sizes = None, self._measured()
-        while sizes != before and sizes and clock.monotonic() < deadline:
-            time.sleep(POLL)
+        while bool(sizes) and sizes != before and next(waiting, False):
             before, sizes = sizes, self._measured()
         for size, on_disk in sizes:
             self.trace.emit(
@@ -265,8 +272,21 @@ class CacheObserver:
         """Return the sizes of the levels, if the Inspector shows them."""
         if not callable(getattr(self._inspector, "sizes", None)):
             return ()
-        sizes: Sequence[Mapping[str, Any]] = self._ask("sizes", SIZES.validate_python)
-        return sizes
+        answer = self._ask("sizes", SIZES.validate_python)
+        return [each.model_dump() for each in SIZES.validate_python(answer)]
+
+
+def waits(patience: float) -> Iterator[bool]:
+    """Sleep for POLL before each True, for `patience` seconds in all.
+
+    On a busy machine a sleep takes longer; little of that counts, because the threads that are
+    waited for have as little of the processor.
+    """
+    while patience > 0:
+        before = clock.monotonic()
+        time.sleep(POLL)
+        patience -= min(clock.monotonic() - before, 2 * POLL)
+        yield True
 
 
 def bytes_in_files(folder: Path) -> int:

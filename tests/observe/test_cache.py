@@ -10,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvconform.contract.trace import Trace
 from kvconform.errors import UsageError
+from kvconform.observe import cache
 from kvconform.observe.cache import CacheObserver, bytes_in_files
 from kvconform.observe.call import Call
 
@@ -85,6 +87,24 @@ def test_a_file_that_is_removed_while_files_are_counted_is_left_out(
 
     monkeypatch.setattr(os, "stat", gone)
     assert bytes_in_files(tmp_path) == 20
+
+
+def test_sizes_may_be_numbers_of_numpy(tmp_path: Path) -> None:
+    inspector: Any = Inspector(tmp_path)
+    inspector.bytes = np.array([100, 90])
+    trace = Trace()
+    CacheObserver(trace, inspector, {}, 16, lambda: 0).measure(0.1)
+    sizes = [event["bytes"] for event in trace.events if event["kind"] == "cache.size"]
+    assert sizes == [100, 90] and {type(size) for size in sizes} == {int}
+
+
+def test_a_busy_machine_costs_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sleep takes a second there, in which no other thread may have run."""
+    now = [0.0]
+    monkeypatch.setattr(cache.clock, "monotonic", lambda: now[0])
+    for slow, fewest, most in ((1.0, 50, 50), (cache.POLL, 100, 101)):
+        monkeypatch.setattr(cache.time, "sleep", lambda _, slow=slow: now.append(now.pop() + slow))
+        assert fewest <= len(list(cache.waits(1.0))) <= most
 
 
 def test_a_cache_need_not_show_sizes(tmp_path: Path) -> None:
