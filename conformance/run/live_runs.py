@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvconform.compat.environment import has_compiled_parts
+from kvconform.compat.environment import is_python_only
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import Tolerances, complete
 from kvconform.contract.case import Variant
@@ -39,7 +39,7 @@ def make_live_runs(variant: Variant, target: Target, spec: Spec, *, seed: int, t
     and never did in this process.
     """
     global _started
-    if not has_compiled_parts():
+    if is_python_only():
         raise EnvironmentProblem(
             "engine live computes with vLLM's compiled parts, which this vLLM does not have"
             " (a pack has them if made with --capability)"

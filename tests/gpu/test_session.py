@@ -182,6 +182,31 @@ def test_an_interrupted_call_ends_the_parts_that_run(tmp_path: Path) -> None:
     assert kept.of("slow").status == "not run"
 
 
+def test_an_interrupt_does_not_hide_that_a_part_was_timed_out(tmp_path: Path) -> None:
+    def interrupt(setting: Setting) -> list[list[str]]:
+        time.sleep(1)
+        raise KeyboardInterrupt
+
+    slow, broken = part("slow", "import time; time.sleep(600)"), Part("broken", "", interrupt)
+    run(tmp_path, slow, broken, only=["slow"], minutes=3 / 60)
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        session.run(
+            Setting(BARE, tmp_path),
+            1,
+            said.append,
+            parts=(slow, broken),
+            only=["slow", "broken"],
+            jobs=2,
+        )
+    begun = time.monotonic()
+    while not any("interrupted" in line for line in said):
+        assert time.monotonic() - begun < 60
+        time.sleep(0.1)
+    kept = load(tmp_path / NAME)
+    assert kept is not None and kept.of("slow").status == "timed out"
+
+
 @pytest.mark.parametrize("end", ["pass", "time.sleep(600)"], ids=["ended", "killed"])
 def test_the_temporary_files_of_a_part_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str

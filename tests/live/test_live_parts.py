@@ -393,6 +393,6 @@ def test_engine_live_says_that_vllm_is_without_its_compiled_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (variant,) = random_scenario(0).variants(["live"])
-    monkeypatch.setattr(live_runs, "has_compiled_parts", lambda: False)
+    monkeypatch.setattr(live_runs, "is_python_only", lambda: True)
     with pytest.raises(EnvironmentProblem, match="compiled parts, which this vLLM does not have"):
         live_runs.make_live_runs(variant, Target(None), load_spec(), seed=0, tmp=tmp_path)
