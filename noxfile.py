@@ -439,7 +439,7 @@ def kernels(session: nox.Session) -> None:
         noxenv.install_kernels(env, *KERNELS)
         env.mark("kernels", list(KERNELS))
     oldest = env.path / "oldest-triton"
-    if env.done.get("oldest triton") != [OLDEST_TRITON]:
+    if env.done.get("oldest triton") != [OLDEST_TRITON] or not oldest.is_dir():
         shutil.rmtree(oldest, ignore_errors=True)
         env.must_pip("install", "--no-deps", "--target", str(oldest), OLDEST_TRITON)
         env.mark("oldest triton", [OLDEST_TRITON])

@@ -45,8 +45,9 @@ def obstacle(folder: Path) -> str:
 
     Tries it, and leaves nothing behind.
     """
-    missing = [each for each in (folder, *folder.absolute().parents) if not each.exists()]
+    missing: list[Path] = []
     try:
+        missing = [each for each in (folder, *folder.absolute().parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass

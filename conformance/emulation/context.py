@@ -186,9 +186,10 @@ class Emulation:
 
     def synchronize_device(self, what: str) -> None:
         """Let the host wait for everything on every stream; noted, unless all of it is done."""
-        if any(queue.entries for queue in self.machine.queues):
-            self.note("sync", what, None)
-        self.drain()
+        with self.machine.lock:
+            if any(queue.done < queue.put for queue in self.machine.queues):
+                self.note("sync", what, None)
+            self.drain()
 
     def note(self, kind: str, what: str, queue: Queue | None) -> None:
         """Add a note about this thread, unless it is in `raw()`."""

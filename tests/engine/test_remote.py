@@ -143,7 +143,7 @@ def test_what_goes_wrong_there_is_the_connectors(
 
 
 def test_a_half_that_hangs_is_given_up(tmp_path: Path) -> None:
-    watchdog.start(limit=0.3)
+    watchdog.start(limit=3)
     try:
         run = apart(Hangs, tmp_path)
     finally:

@@ -31,6 +31,7 @@ def compiled(
         oldest = os.environ.get("KVCONFORM_OLDEST_TRITON")
         if oldest is None:
             pytest.skip("`nox -s kernels` installs the oldest Triton")
+        assert os.path.isdir(os.path.join(oldest, "triton"))
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [oldest, env.get("PYTHONPATH")]))
     ran = subprocess.run(
         [sys.executable, str(RIGS / "compiling.py")],

@@ -176,6 +176,13 @@ def test_a_pack_that_is_too_big_names_its_biggest_parts(index: str, tmp_path: Pa
     assert not (tmp_path / "pack").exists()
 
 
+@pytest.mark.parametrize("below", ["", "pack"])
+def test_a_file_in_the_way_is_named(index: str, tmp_path: Path, below: str) -> None:
+    (tmp_path / "note").write_text("mine", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"--out .*note is not a directory; name another folder"):
+        packed(index, tmp_path / "note" / below)
+
+
 def test_a_folder_with_other_files_is_left_alone(index: str, tmp_path: Path) -> None:
     (tmp_path / "note").write_text("mine", encoding="utf-8")
     with pytest.raises(UsageError, match="has files that are no pack"):

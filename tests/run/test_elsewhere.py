@@ -107,7 +107,7 @@ def test_a_fresh_interpreter_finds_what_a_fork_finds(tmp_path: Path) -> None:
 
 
 def test_a_hook_that_hangs_in_the_first_process_is_seen(tmp_path: Path) -> None:
-    watchdog.start(0.5)
+    watchdog.start(3)
     try:
         run = run_case("elsewhere_rig:HangsAtFirst", RESTART, tmp_path)
     finally:
@@ -137,7 +137,7 @@ def test_who_waits_for_a_process_that_hangs_for_good_ends_like_it(
     monkeypatch.setattr(
         os, "_exit", lambda status: ends(status) if os.getpid() == parent else leave(status)
     )
-    watchdog.start(0.5, tmp_path / "note", grace=0.5)
+    watchdog.start(3, tmp_path / "note", grace=0.5)
     try:
         with pytest.raises(Ended):
             run_case("elsewhere_rig:HoldsOn", steps, tmp_path / "run", relation=relation)

@@ -232,7 +232,7 @@ def test_a_requirement_alone_hints_at_the_cases_in_which_it_failed(tmp_path: Pat
 def test_dead_workers_cost_one_run_each(tmp_path: Path) -> None:
     orders = {"exit": [CASES[0]], "hang": [CASES[2]], "fail": {MUST[0]: [CASES[3]]}}
     result = kvconform(
-        tmp_path, "json:Fake", "--hook-timeout", "0.3", "--workers", "2", orders=orders, cases=CASES
+        tmp_path, "json:Fake", "--hook-timeout", "2", "--workers", "2", orders=orders, cases=CASES
     )
     assert result.code == 1
     failed = {
@@ -246,7 +246,7 @@ def test_dead_workers_cost_one_run_each(tmp_path: Path) -> None:
         (
             "hook.terminates",
             CASES[2],
-        ): "get_finished did not return within 0.3 s and could not be interrupted",
+        ): "get_finished did not return within 2 s and could not be interrupted",
         (MUST[0], CASES[3]): "wrong bytes in {tmp}/store by <object at 0x…>",
     }
     assert len(result.rows(Verdict.PASS)) > 100
