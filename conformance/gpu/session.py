@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import groupby
-from tempfile import TemporaryDirectory
 from threading import Event, Lock
 from xml.etree.ElementTree import ParseError
 
@@ -180,16 +179,12 @@ def one(part: Part, setting: Setting, until: float, stop: Event | None = None) -
     log.unlink(missing_ok=True)
     began = time.monotonic()
     bad: int | None = 0
-    with TemporaryDirectory(
-        prefix="kvconform-", dir=files.scratch_root(), ignore_cleanup_errors=True
-    ) as scratch:
-        environment = {"TMPDIR": scratch, **part.environment(setting)}
-        for command in part.commands(setting):
-            ended = child.run(command, log, child.left(until), environment, stop)
-            bad = ended if bad == 0 else bad
-            if ended is None:
-                bad = None
-                break
+    for command in part.commands(setting):
+        ended = child.run(command, log, child.left(until), part.environment(setting), stop)
+        bad = ended if bad == 0 else bad
+        if ended is None:
+            bad = None
+            break
     seconds = round(time.monotonic() - began, 1)
     said = read(part, setting)
     status: Status = "done"

@@ -207,21 +207,6 @@ def test_an_interrupt_does_not_hide_that_a_part_was_timed_out(tmp_path: Path) ->
     assert kept is not None and kept.of("slow").status == "timed out"
 
 
-@pytest.mark.parametrize("end", ["pass", "time.sleep(600)"], ids=["ended", "killed"])
-def test_the_temporary_files_of_a_part_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
-    made = tmp_path / "made"
-    code = (
-        "import pathlib, tempfile, time; folder = tempfile.mkdtemp()\n"
-        f"pathlib.Path({str(made)!r}).write_text(folder)\n"
-    )
-    if end != "pass":
-        end_once_written(made, monkeypatch)
-    run(tmp_path, part("one", code + end))
-    assert not Path(made.read_text(encoding="utf-8")).exists()
-
-
 def test_files_that_cannot_be_read_fail_their_part(tmp_path: Path) -> None:
     def read(setting: Setting) -> Reading:
         return Reading(json.loads("{"))
