@@ -78,10 +78,10 @@ FEW_ROWS = 16
 """Rows of a tile if there are not more."""
 WIDE_BYTES = 16
 """Bytes of the widest access. Rows that are no multiple of it are accessed element by element."""
-TILE_SINGLE = 4096
-"""Elements of a program's tile if each is accessed alone: 32 per thread, with as many addresses.
+TILE_SINGLE = 2048
+"""Elements of a program's tile if each is accessed alone: 16 per thread, with as many addresses.
 
-With twice as many, Triton 3.6 keeps some of them in memory.
+With more, compilers keep some of them in memory.
 """
 EACH = {1: 16, 2: 8, 4: 8}
 """Lanes whose code is computed together, by size of an element: a thread has 16 adjacent bytes."""
@@ -174,7 +174,7 @@ class Cut(NamedTuple):
         row = lanes * itemsize * (1 if copied else chunks)
         fits = TILE_BYTES // row
         if dim * itemsize % WIDE_BYTES:
-            fits = min(fits, TILE_SINGLE * itemsize // row)
+            fits = TILE_SINGLE * itemsize // row
         while tile < most and 2 * tile <= fits:
             tile *= 2
         # Two sizes of a tile: each is compiled, which takes a second.

@@ -129,6 +129,7 @@ if __name__ == "__main__":
     compile_all("kv-first", torch.float32, 2, 128)
     compile_all("mla", torch.bfloat16, 1, 576)
     compile_all("mla", torch.float32, 1, 576)
+    compile_all("mla", torch.bfloat16, 1, 577)
     compile_all("BLNHC", torch.uint8, 3, 18)
     compile_all("BLNHC", torch.bfloat16, 3, 18)
     compile_all("LBNHC", torch.float32, 3, 17)
