@@ -30,16 +30,18 @@ def has_gpu() -> bool:
 
 def has_compiled_parts() -> bool:
     """Return whether vLLM's compiled parts lie next to its Python code; nothing is imported."""
-    found = importlib.util.find_spec("vllm")
-    places = found.submodule_search_locations if found is not None else None
-    return any(list(Path(place).glob("_C*.so")) for place in places or ())
+    return _has_files("_C*.so")
 
 
 def is_python_only() -> bool:
     """Return whether nothing compiled lies next to vLLM's Python code, as in a pack."""
+    return not _has_files("*.so")
+
+
+def _has_files(pattern: str) -> bool:
     found = importlib.util.find_spec("vllm")
     places = found.submodule_search_locations if found is not None else None
-    return not any(list(Path(place).glob("*.so")) for place in places or ())
+    return any(list(Path(place).glob(pattern)) for place in places or ())
 
 
 def is_built_for_cpu() -> bool:

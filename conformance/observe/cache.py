@@ -167,7 +167,7 @@ class CacheObserver:
 
     def _look(self) -> dict[str, Any]:
         """Return the state without the keys of entries, and count those that had to leave."""
-        state = dict(self._ask("cache", State.model_validate))
+        state = dict(self._ask("cache", _as_it_is))
         levels = state["levels"]
         if all("keys" in level for level in levels):
             now = [set(level["keys"]) for level in levels]
@@ -222,14 +222,13 @@ class CacheObserver:
         return cached
 
     def _ask(self, method: str, check: Callable[[Any], Any], *arguments: Any) -> Any:
-        """Return an answer of the Inspector.
+        """Return an answer of the Inspector, as `check` returns it.
 
         UsageError if it raises, or if its answer has another form than docs/cache.md says.
         """
         asked = f"kvconform_inspector().{method}()"
         try:
-            answer = getattr(self._inspector, method)(*arguments)
-            check(answer)
+            return check(getattr(self._inspector, method)(*arguments))
         except ValidationError as error:
             first = error.errors()[0]
             place = "".join(f"[{part!r}]" for part in first["loc"])
@@ -239,7 +238,6 @@ class CacheObserver:
             ) from None
         except Exception as error:
             raise UsageError(f"{asked} raised {type(error).__name__}: {error}") from error
-        return answer
 
     def measure(self, patience: float) -> None:
         """Emit the sizes of the levels, which are compared with the KV of this engine.
@@ -272,8 +270,7 @@ class CacheObserver:
         """Return the sizes of the levels, if the Inspector shows them."""
         if not callable(getattr(self._inspector, "sizes", None)):
             return ()
-        answer = self._ask("sizes", SIZES.validate_python)
-        return [each.model_dump() for each in SIZES.validate_python(answer)]
+        return [each.model_dump() for each in self._ask("sizes", SIZES.validate_python)]
 
 
 def waits(patience: float) -> Iterator[bool]:
@@ -318,6 +315,12 @@ def evicted(
         count += max(0, min(len(gone), surplus) - moved_up)
         faster |= new
     return count
+
+
+def _as_it_is(state: Any) -> Any:
+    """Return the answer of `cache()` unchanged. ValidationError if it has another form."""
+    State.model_validate(state)
+    return state
 
 
 def _waits_for_promotion(loaded: Mapping[str, Any]) -> bool:

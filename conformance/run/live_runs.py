@@ -39,7 +39,7 @@ def make_live_runs(variant: Variant, target: Target, spec: Spec, *, seed: int, t
     and never did in this process.
     """
     global _started
-    if is_python_only():
+    if not _started and is_python_only():
         raise EnvironmentProblem(
             "engine live computes with vLLM's compiled parts, which this vLLM does not have"
             " (a pack has them if made with --capability)"

@@ -70,8 +70,11 @@ def test_what_passed_gives_status_0_and_what_was_not_run_does_not_count(tmp_path
 def end_once_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the time of calls be over as soon as the file has something in it."""
     before = child.left
-    over = lambda: file.exists() and file.stat().st_size > 0  # noqa: E731
-    monkeypatch.setattr(child, "left", lambda until: 0 if over() else before(until))
+
+    def left(until: float) -> float:
+        return 0 if file.exists() and file.stat().st_size else before(until)
+
+    monkeypatch.setattr(child, "left", left)
 
 
 def test_a_part_is_killed_at_the_limit_with_all_that_it_started(
