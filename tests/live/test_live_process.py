@@ -205,9 +205,13 @@ def test_a_guard_tells_what_a_command_has_left(tmp_path: Path) -> None:
 
 
 TITLED = (
-    "import setproctitle, time; setproctitle.setproctitle('VLLM::EngineCore'); "
+    "import setproctitle, time; setproctitle.setproctitle({title!r}); "
     "open({ready!r}, 'w').close(); time.sleep(300)"
 )
+
+
+TITLE = f"VLLM::EngineCore of {os.getpid()}"
+"""No other test run has it."""
 
 
 def with_title(tmp_path: Path, then: str) -> str:
@@ -215,7 +219,7 @@ def with_title(tmp_path: Path, then: str) -> str:
 
     The other program gives itself a title, as vLLM does.
     """
-    other = TITLED.format(ready=str(tmp_path / "ready"))
+    other = TITLED.format(ready=str(tmp_path / "ready"), title=TITLE)
     wait = f"while not os.path.exists({str(tmp_path / 'ready')!r}): time.sleep(0.02)"
     return (
         f"import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {other!r}])\n"
@@ -223,28 +227,24 @@ def with_title(tmp_path: Path, then: str) -> str:
     )
 
 
-def titled() -> list[int]:
-    return [
-        p.pid
-        for p in psutil.process_iter(["cmdline"])
-        if "VLLM::EngineCore" in (p.info["cmdline"] or [""])[0]
-    ]
+def is_titled() -> bool:
+    """A process has the title."""
+    lines = (p.info["cmdline"] or [""] for p in psutil.process_iter(["cmdline"]))
+    return any(TITLE in line[0] for line in lines)
 
 
 def test_a_process_that_gave_itself_a_title_is_found(tmp_path: Path) -> None:
     pytest.importorskip("setproctitle")
-    before = titled()
     command = [sys.executable, "-c", with_title(tmp_path, "pass")]
     found = process.run(
         command, limit=60, log=tmp_path / "log", environment=os.environ, cwd=tmp_path
     )
     assert len(found.processes) == 1 and found.stuck == []
-    assert titled() == before
+    assert not is_titled()
 
 
 def test_a_process_with_a_title_is_ended_when_its_parents_are_killed(tmp_path: Path) -> None:
     pytest.importorskip("setproctitle")
-    before = titled()
     inner = with_title(tmp_path, "time.sleep(300)")
     where = f"log=Path({str(tmp_path / 'log')!r}), environment=os.environ, cwd=Path('/')"
     run_it = f"process.run([sys.executable, '-c', {inner!r}], limit=60, {where})"
@@ -259,11 +259,11 @@ def test_a_process_with_a_title_is_ended_when_its_parents_are_killed(tmp_path: P
         ]
     )
     until = time.monotonic() + 60
-    while titled() == before and time.monotonic() < until:
+    while not is_titled() and time.monotonic() < until:
         time.sleep(0.1)
-    assert titled() != before
+    assert is_titled()
     outer.kill()
     outer.wait()
-    while titled() != before and time.monotonic() < until:
+    while is_titled() and time.monotonic() < until:
         time.sleep(0.1)
-    assert titled() == before
+    assert not is_titled()

@@ -106,10 +106,14 @@ def test_the_status_is_that_of_the_run(server: subprocess.Popen[bytes], tmp_path
 def test_a_run_that_does_not_end_is_killed(
     server: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolation, "LIMIT", 3.0)
     monkeypatch.setattr(isolation, "HOOKS", 0)
     hangs = f"import time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
-    assert does(f"{hangs}; time.sleep(600)", tmp_path / "hangs") == ("said\n", None)
+    for limit in (3.0, 30.0):  # on a busy machine, forking may take longer than the first one
+        monkeypatch.setattr(isolation, "LIMIT", limit)
+        said = does(f"{hangs}; time.sleep(600)", tmp_path / f"hangs {limit}")
+        if (tmp_path / "pid").exists():
+            break
+    assert said == ("said\n", None)
     pid = int((tmp_path / "pid").read_text())
     warm_rig.wait_for(lambda: warm_rig.has_ended(pid))
 
