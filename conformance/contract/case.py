@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    BeforeValidator,
     Field,
     NonNegativeInt,
     PositiveInt,
@@ -64,6 +65,32 @@ Sibling = Literal["self", "idle", "winner", "holder", "fetcher", "greeter"]
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
+class EngineOf(Model):
+    """One of several engines: its role, and what it has otherwise than `config`."""
+
+    role: Role
+    block_size: PositiveInt | None = None
+    tensor_parallel: Literal[1, 2] | None = Field(
+        default=None, description="ranks that the heads are split over"
+    )
+    dtype: DType | None = Field(default=None, description="of the model, and so of its KV")
+    cache_dtype: CacheDType | None = Field(
+        default=None, description="of the KV cache, if it is not the model's"
+    )
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The fields of `config` that are otherwise."""
+        return self.model_dump(exclude={"role"}, exclude_none=True)
+
+
+def _of_role(value: Any) -> Any:
+    return {"role": value} if isinstance(value, str) else value
+
+
+OneEngine = Annotated[EngineOf, BeforeValidator(_of_role, json_schema_input_type=Role | EngineOf)]
+
+
 class Config(Model):
     """The engine that a case needs.
 
@@ -110,9 +137,10 @@ class Config(Model):
     long_prefill_threshold: Annotated[int, Field(ge=0)] = Field(
         default=0, description="long_prefill_token_threshold, 0 = off"
     )
-    engines: dict[Name, Role] = Field(
+    engines: dict[Name, OneEngine] = Field(
         default={},
-        description="several engines in one run: name -> kv_role; the first one is driven first",
+        description="several engines in one run, the first of which is driven first: name ->"
+        " kv_role, or a map of the role and what the engine has otherwise",
     )
     groups: list[GroupKind] = Field(
         default=[],
@@ -175,9 +203,30 @@ class Config(Model):
         return self.layer_numbers[-1] + (not self.drafter)
 
     @property
+    def roles(self) -> dict[str, Role]:
+        """The roles of several engines, by their names."""
+        return {name: each.role for name, each in self.engines.items()}
+
+    @property
+    def own(self) -> dict[str, dict[str, Any]]:
+        """What engines have otherwise, by the names of those that differ from `config`."""
+        return {name: each.own for name, each in self.engines.items() if each.own}
+
+    @property
     def suffix(self) -> str:
         """Suffix that makes the engine ids of one run distinct."""
         return ""
+
+
+class EngineConfig(Config):
+    """Configuration of one of several engines, with a role of its own."""
+
+    name: str
+
+    @property
+    def suffix(self) -> str:
+        """Ending of the engine id."""
+        return f"-{self.name}"
 
 
 OPTIONS: dict[str, str] = {
@@ -314,8 +363,7 @@ class Case(Model):
 
     @model_validator(mode="after")
     def _nothing_handed_over_is_reset(self) -> Case:
-        handed = any(add.handed is not None for add in self.added)
-        if handed and _resets_common_store(self):
+        if _hands_over(self) and _resets_common_store(self):
             raise ValueError(
                 "`reset` of the connector is not possible with `handed`: "
                 "what a hand-over owes after a reset is not defined"
@@ -333,8 +381,7 @@ class Case(Model):
             raise ValueError(
                 "config: context_parallel needs groups [latent], and must divide tensor_parallel"
             )
-        sizes = self.matrix.block_size or [config.block_size]
-        if any(size % degree for size in sizes for degree in degrees):
+        if any(size % degree for size in self.block_sizes for degree in degrees):
             raise ValueError("config: context_parallel must divide the block size")
         if config.tensor_parallel > 2 and not latent:
             raise ValueError("config: more than two tensor parallel ranks need groups [latent]")
@@ -358,10 +405,15 @@ class Case(Model):
                 raise ValueError("restart: the new engine must have as many ranks")
             if each.pipeline_parallel and self.engines != ["vllm"]:
                 raise ValueError("restart: pipeline_parallel: engines must be [vllm]")
+        own = [name for each in config.own.values() for name in each]
         plain = config.dtype == "float32" and config.cache_dtype == "auto"
+        plain = plain and not {"dtype", "cache_dtype"} & {*own}
         if "state" in config.groups and not plain:
             raise ValueError("config: dtype and cache_dtype need groups without states")
+        if "tensor_parallel" in own and (config.groups or config.context_parallel > 1):
+            raise ValueError("config: an engine with a tensor_parallel of its own needs no groups")
         alone = config.tensor_parallel == config.pipeline_parallel == 1
+        alone = alone and "tensor_parallel" not in own
         if (config.layers or config.drafter) and not alone:
             raise ValueError("config: layers and drafter need one rank")
         if config.drafter and (not config.spec_tokens or self.engines != ["vllm"]):
@@ -387,7 +439,7 @@ class Case(Model):
             raise ValueError(
                 "config: kernel_block_size needs one group, and layout LBHNC or LBNHC, if any"
             )
-        sizes = self.matrix.block_size or [self.config.block_size]
+        sizes = self.block_sizes
         if any(each % (size * degree) for each in sizes for degree in self.context_degrees):
             raise ValueError("config: kernel_block_size must divide the blocks of a rank's memory")
         return self
@@ -397,8 +449,7 @@ class Case(Model):
         unit = self.config.prefix_match_unit
         if unit is None:
             return self
-        sizes = self.matrix.block_size or [self.config.block_size]
-        if len(self.config.groups) < 2 or any(each % unit for each in sizes):
+        if len(self.config.groups) < 2 or any(each % unit for each in self.block_sizes):
             raise ValueError(
                 "config: prefix_match_unit needs several groups, and must divide the block size"
             )
@@ -438,6 +489,12 @@ class Case(Model):
         return self
 
     @property
+    def block_sizes(self) -> list[int]:
+        """The block sizes of all engines."""
+        own = [each["block_size"] for each in self.config.own.values() if "block_size" in each]
+        return [*(self.matrix.block_size or [self.config.block_size]), *own]
+
+    @property
     def changes(self) -> list[Otherwise]:
         """What restarts change of the configuration, one after the other."""
         return [step.arg for step in self.steps if isinstance(step.arg, Otherwise)]
@@ -471,7 +528,7 @@ class Case(Model):
             implied.append("context_parallel")
         if self.stages > 1:
             implied.append("pipeline_parallel")
-        roles = sorted(set(self.config.engines.values()) - {"kv_both"})
+        roles = sorted(set(self.config.roles.values()) - {"kv_both"})
         implied += [f"'{role}' in cap.roles" for role in roles]
         needs = [] if self.needs == "core" and implied else [self.needs]
         return compile_capability([*needs, *implied])
@@ -568,6 +625,10 @@ def _replays_params(case: Case) -> bool:
     return max(handed.values(), default=0) > 1
 
 
+def _hands_over(case: Case) -> bool:
+    return any(add.handed is not None for add in case.added)
+
+
 def _resets_common_store(case: Case) -> bool:
     return bool(case.config.engines) and any(
         step.op == "reset" and step.arg.connector for step in case.steps
@@ -601,6 +662,8 @@ PROPERTIES: dict[str, Callable[[Case], bool]] = {
     "other-format": lambda case: any(
         each.dtype or each.cache_dtype or each.pipeline_parallel for each in case.changes
     ),
+    "unlike-peers": lambda case: bool(case.config.own) and _hands_over(case),
+    "unlike-sharers": lambda case: bool(case.config.own) and not _hands_over(case),
     "shutdown-again": lambda case: any(
         step.op == "shutdown" and step.arg.again for step in case.steps
     ),
@@ -626,7 +689,8 @@ def _unfit(step: Step, config: Config, matrix: Matrix) -> str | None:
         if add.prompt >= config.max_model_len:
             return f"{adds}; config.max_model_len is {config.max_model_len}"
         usable_blocks = config.num_blocks - 1  # block 0 is the null block
-        room = usable_blocks * max(matrix.block_size or [config.block_size])
+        own = [each["block_size"] for each in config.own.values() if "block_size" in each]
+        room = usable_blocks * max(own + (matrix.block_size or [config.block_size]))
         if add.prompt > room and not config.groups:
             too_many = f"too many for config.num_blocks {config.num_blocks}"
             return f"{adds}, {too_many}: there is room for {room}"
@@ -663,6 +727,25 @@ class Variant:
     def id(self) -> str:
         """The name of the run: its case and its axes."""
         return variant_id(self.case.id, **self.axes)
+
+    def of_engine(self, name: str | None) -> Variant:
+        """Return the run as the engine `name` of several has it. None: the run itself."""
+        if name is None or name not in self.case.config.engines:
+            return self
+        own = self.case.config.own.get(name, {})
+        given = {**dict(self.case.config), **own, "role": self.case.config.roles[name]}
+        case = self.case.model_copy(update={"config": EngineConfig(**given, name=name)})
+        return replace(self, case=case, block_size=own.get("block_size", self.block_size))
+
+    def are_alike(self, one: str | None, other: str | None) -> bool:
+        """Return whether two engines of the run have the same sizes and data types."""
+        sides = [self.of_engine(name) for name in (one, other)]
+        names = [name for name in EngineOf.model_fields if name not in ("role", "block_size")]
+        found = [
+            (each.block_size, *(getattr(each.case.config, name) for name in names))
+            for each in sides
+        ]
+        return found[0] == found[1]
 
     @property
     def hash_size(self) -> int:

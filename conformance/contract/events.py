@@ -265,8 +265,9 @@ _kind(
 _kind(
     "run.engines",
     "harness",
-    "engines:dict",
-    "The run has several engines: name -> kv_role.",
+    "engines:dict own:dict",
+    "The run has several engines: name -> kv_role; own = the fields of run.start of those that "
+    "differ from the case's configuration, by their names.",
 )
 _kind(
     "pair.engine",
@@ -277,10 +278,11 @@ _kind(
 _kind(
     "pair.params",
     "sched",
-    "on:str req:str generation:int of:str asked:bool finished:bool none:bool json:str? "
-    "first_token:int? sampled:int?",
+    "on:str req:str generation:int of:str unlike:bool asked:bool finished:bool none:bool "
+    "json:str? first_token:int? sampled:int?",
     "The parameters that request `of` ended with are handed to request `req` of another "
-    "engine; json = what JSON turns them into, if that differs.",
+    "engine; unlike = that engine has other sizes or data types; json = what JSON turns them into, "
+    "if that differs.",
 )
 _kind(
     "pair.lookup",
@@ -293,13 +295,14 @@ _kind(
 _kind(
     "pair.request",
     "sched",
-    "on:str req:str generation:int of:str stale:str aborted:bool offered:int local:int "
+    "on:str req:str generation:int of:str stale:str unlike:bool aborted:bool offered:int local:int "
     "promised:int loaded:int wrong:bool failed:bool held:bool released:int gone:bool early:bool "
     "at_once:bool",
     "At the end, for a request that was handed parameters: the fate of the KV they refer "
-    "to; early = released before the request was granted a load, or, without one, before it came; "
-    "gone = early, or released before a load that failed was due; at_once = early, and sooner than "
-    "any lease could end: within a few steps, without a consumer that came.",
+    "to; unlike = the two engines have different sizes or data types; early = released before the "
+    "request was granted a load, or, without one, before it came; gone = early, or released before "
+    "a load that failed was due; at_once = early, and sooner than any lease could end: within a "
+    "few steps, without a consumer that came.",
 )
 
 # -- hooks: what the probe sees

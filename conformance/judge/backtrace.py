@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from kvconform.contract.events import NO_OWNER, is_restart
-from kvconform.contract.trace import Event
+from kvconform.contract.trace import Event, settings_on
 from kvconform.judge.describe import namesake, spans
 from kvconform.judge.identity import namesake_of
 from kvconform.judge.strays import LOADING, loader
@@ -134,7 +134,7 @@ def tell(trace: list[Event], event: Event) -> Story | None:
         return _readmitted(trace, event)
     if kind not in ("kv.changed", "load.due", "kv.wrong"):
         return None
-    size = start["block_size"]
+    size = settings_on(trace, event.get("on"))["block_size"]
     if kind == "kv.changed":
         return next(_strayed(trace, event, size), None)
     if kind == "load.due":
@@ -714,7 +714,7 @@ def _of_block(trace: list[Event], event: Event) -> list[Event]:
     if owner is None or event["found"] != "never_computed":
         return []
     pos = event["pos"]
-    index = pos // trace[0]["block_size"]
+    index = pos // settings_on(trace, event.get("on"))["block_size"]
     block = event.get("origin_block")
     holders: set[tuple[Any, Any]] = set()
     found = []

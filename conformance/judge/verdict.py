@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kvconform.contract.events import ENGINE_FIELD
 from kvconform.contract.requirement import Requirement
-from kvconform.contract.trace import Event
+from kvconform.contract.trace import Event, settings_on
 from kvconform.judge.engine_bugs import lost
 from kvconform.judge.evaluate import evaluate
 from kvconform.judge.monitor import Monitor, Violation
@@ -39,19 +39,21 @@ def evaluate_sides(
 
     With several engines, the outcomes of their parts are merged: violations in order, counts added.
     """
-    roles = next((event["engines"] for event in trace[:2] if event["kind"] == "run.engines"), None)
-    if roles is None:
+    engines = next((event for event in trace[:2] if event["kind"] == "run.engines"), None)
+    if engines is None:
         return evaluate(requirements, trace, cap, cfg)
     listed = list(requirements)
-    found = evaluate([req for req in listed if about_pairs(req)], trace, cap, cfg)
+    about_all = {**(cfg or {}), **settings_on(trace, None)}
+    found = evaluate([req for req in listed if about_pairs(req)], trace, cap, about_all)
     single = [req for req in listed if not about_pairs(req)]
-    for name, role in roles.items():
+    for name, role in engines["engines"].items():
         part = [
             event
             for event in trace
             if event.get(ENGINE_FIELD, name) == name or event["kind"] in SHARED
         ]
-        monitors = evaluate(single, part, cap, {**(cfg or {}), "role": role})
+        own = {**(cfg or {}), **settings_on(trace, name), "role": role}
+        monitors = evaluate(single, part, cap, own)
         for identifier, monitor in monitors.items():
             if identifier in found:
                 _merge(found[identifier], monitor)

@@ -428,7 +428,7 @@ def _trace(
     channels = [traces.channels(part) for part in parts.values() if part]
     found: list[Event] = [
         {**first, "role": "kv_both"},
-        {"kind": "run.engines", "step": 0, "engines": ROLES},
+        {"kind": "run.engines", "step": 0, "engines": ROLES, "own": {}},
     ]
     for name, part in parts.items():
         place: dict[int, int] = {}
@@ -464,6 +464,7 @@ def _trace(
                 "generation": 0,
                 "of": f"p/{name}",
                 "stale": stale,
+                "unlike": False,
                 "aborted": False,
                 "offered": 0,
                 "local": 0,

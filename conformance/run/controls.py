@@ -95,7 +95,7 @@ class Controls:
             of=reload.of,
             req=request.request_id,
             said=said["after"],
-            usable=self._usable(said["after"], reload.of, request),
+            usable=self._usable(said["after"], reload.of, request, event.get("on")),
             local=event["local"],
             tokens=event["tokens"],
         )
@@ -128,11 +128,11 @@ class Controls:
     def _overlap(self, name: str, other: str) -> bool:
         return self.state.start_alike(name, other)
 
-    def _usable(self, said: int, of: str, request: Any) -> int:
-        """Return how many of these tokens a request can load, in whole blocks."""
+    def _usable(self, said: int, of: str, request: Any, on: str | None) -> int:
+        """Return how many of these tokens a request of engine `on` can load, in whole blocks."""
         common = common_prefix(request.all_token_ids, self.state.requests[of].all_token_ids)
         tokens = min(said, common, request.num_tokens - 1)
-        return int(tokens - tokens % self.state.variant.block_size)
+        return int(tokens - tokens % self.state.variant.of_engine(on).block_size)
 
 
 def _controller_of(connector: Any, declared: Collection[str]) -> Any:

@@ -299,6 +299,8 @@ class Reloads:
         reload.due = request.num_preemptions + 1
         source = reload.of
         self.to_arrive.discard(request.request_id)
+        if self._is_of_an_unlike_engine(source, event):
+            return
         if not self._is_promised(source, request):
             self._repaired(source, request, event)
             return
@@ -376,7 +378,7 @@ class Reloads:
             state.requests[source],
             state.prompts[source],
             request,
-            state.variant.block_size,
+            state.variant.of_engine(event.get("on")).block_size,
             self._final(source),
             groups=tuple(config.groups) if config.groups != ["latent"] else (),
             window=config.window,
@@ -400,6 +402,11 @@ class Reloads:
         """Return whether another engine of the run has computed `source`."""
         mine = self._of_source("req.finished", source)
         return any(e.get("on") != lookup.get("on") for e in mine)
+
+    def _is_of_an_unlike_engine(self, source: str, lookup: Event) -> bool:
+        """Return whether an engine of other sizes has computed `source`: it may keep its own KV."""
+        ends = self._of_source("req.finished", source)
+        return not all(self.state.variant.are_alike(e.get("on"), lookup.get("on")) for e in ends)
 
     def _restarted(self, source: str) -> bool:
         """Return whether the engine was restarted after `source` had ended."""

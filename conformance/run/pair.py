@@ -19,13 +19,13 @@ from typing import Any
 import msgspec
 
 from kvconform.config.router import Params
-from kvconform.contract.case import Config
 from kvconform.contract.steps import Add, Handed, OnStep, Step
 from kvconform.contract.trace import Event, PairTrace, Trace
 from kvconform.engine.configs import engine_id_of
 from kvconform.engine.engine import Engine
 from kvconform.kv.provenance import ROOT, PartMemory, extend, text_id
 from kvconform.observe.call import Call
+from kvconform.observe.telemetry import HashBook
 from kvconform.run.driver import Driver
 from kvconform.run.records import common_prefix
 
@@ -41,7 +41,8 @@ class Handover:
     """Parameters of request `of` that were passed to request `req` of engine `on`.
 
     `name` and `of_name` are the requests' names in the case. `stale` says why the parameters refer
-    to nothing: `altered`, `replayed`, or "" if they do not.
+    to nothing: `altered`, `replayed`, or "" if they do not. `unlike`: the two engines have
+    different sizes or data types.
     """
 
     on: str
@@ -50,6 +51,7 @@ class Handover:
     of_name: str
     of: str
     stale: str
+    unlike: bool
 
 
 class Handovers:
@@ -91,6 +93,7 @@ class Handovers:
             stale = "altered"
         elif any(earlier.of == of for earlier in self.handed.values()):
             stale = "replayed"
+        unlike = not self.driver.variant.are_alike(on, self.driver.added_on[handed.of])
         ended = self._ended(of)
         returned, problem = _through_json(self.returned.get(of))
         has_ended = ended is not None and ended["status"] in FINISHED
@@ -100,7 +103,7 @@ class Handovers:
             params = self.driver.router.decode(of, producer, sent, returned)
             params, _ = _through_json(params)
         if params is not None:
-            self.handed[req] = Handover(on, add.req, req, handed.of, of, stale)
+            self.handed[req] = Handover(on, add.req, req, handed.of, of, stale, unlike)
         tokens = [returned[name] for name in FIRST_TOKEN if returned and name in returned]
         self.trace.emit(
             "pair.params",
@@ -108,6 +111,7 @@ class Handovers:
             req=req,
             generation=0,
             of=of,
+            unlike=unlike,
             asked=self.state.adds[handed.of].hand_over,
             finished=has_ended,
             none=params is None,
@@ -237,6 +241,7 @@ class Handovers:
             generation=0,
             of=handed.of,
             stale=handed.stale,
+            unlike=handed.unlike,
             aborted=aborted,
             offered=offered,
             local=max((e["local"] for e in grants), default=0),
@@ -281,17 +286,6 @@ def _through_json(params: Params) -> tuple[Params, str | None]:
     return arrived, f"{', '.join(changed)} arrived changed" if changed else None
 
 
-class EngineConfig(Config):
-    """Configuration of one of several engines, with a role of its own."""
-
-    name: str
-
-    @property
-    def suffix(self) -> str:
-        """Ending of the engine id."""
-        return f"-{self.name}"
-
-
 class PairDriver(Driver):
     """Driver of the engines of `config.engines`; `engine` is the one that the next step uses."""
 
@@ -302,30 +296,39 @@ class PairDriver(Driver):
         return {**super()._table(), "on": self._turn_to}
 
     def _start(self) -> Engine:
-        self.roles: dict[str, str] = dict(self.variant.case.config.engines)
+        self.roles: dict[str, str] = dict(self.variant.case.config.roles)
         parts: list[PartMemory] = []
         self.memories = {name: PartMemory(self.state.memory, parts) for name in self.roles}
         self.handovers = Handovers(self.trace, self)
         self.engines = {}
         self.engine_ids: dict[str, str] = {}
-        self.trace.emit("run.engines", engines=self.roles)
+        self.added_on: dict[str, str] = {}
+        own = {name: self._own(name) for name in self.variant.case.config.own}
+        self.trace.emit("run.engines", engines=self.roles, own=own)
         for name in self.roles:
             self.trace.on = name
             self.engines[name] = self._start_engine(name)
-        first = next(iter(self.roles))
-        book = self.engines[first].watch.book
+        books: dict[int, HashBook] = {}
         announced = [engine.telemetry.announced for engine in self.engines.values()]
         for engine in self.engines.values():
+            book = books.setdefault(engine.variant.hash_size, engine.watch.book)
             engine.watch.book = engine.telemetry.book = book
             engine.telemetry.withdrawn_from = announced
-        self._turn_to(first)
+        self._turn_to(next(iter(self.roles)))
         return self.engine
 
+    def _own(self, name: str) -> dict[str, int]:
+        """Return the fields of run.start that may differ for an engine."""
+        variant = self.variant.of_engine(name)
+        config = variant.case.config
+        return {
+            "block_size": variant.block_size,
+            "hash_size": variant.hash_size,
+            "ranks": config.tensor_parallel * config.pipeline_parallel,
+        }
+
     def _start_engine(self, name: str) -> Engine:
-        given = dict(self.variant.case.config)
-        config = EngineConfig(**{**given, "role": self.roles[name], "name": name})
-        case = self.variant.case.model_copy(update={"config": config})
-        variant = dataclasses.replace(self.variant, case=case)
+        variant = self.variant.of_engine(name)
         self.engine_ids[name] = engine_id_of(variant, self.tmp)
         target = dataclasses.replace(self.target, role=None)
         engine = self._build(variant, target, self.memories[name])
@@ -355,6 +358,11 @@ class PairDriver(Driver):
     def _turn_to(self, name: str) -> None:
         self.trace.on = name
         self.engine = self.engines[name]
+
+    def add(self, add: Add) -> None:
+        """Add a request to the engine that the next step uses."""
+        self.added_on[add.req] = self.trace.on or ""
+        super().add(add)
 
     def _id_of(self, add: Add) -> str:
         if add.id or not self.router.shares_ids:

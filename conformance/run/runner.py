@@ -302,7 +302,10 @@ def settings_of(case: Case) -> str:
     changed = case.config.model_dump(exclude_defaults=True)
     for each in case.changes:
         changed |= each.model_dump(exclude_none=True)
-    return ", ".join(f"{name} {changed[name]}" for name in _REFUSABLE if name in changed)
+    found = [f"{name} {changed[name]}" for name in _REFUSABLE if name in changed]
+    for engine, own in case.config.own.items():
+        found += [f"{name} {value} of engine {engine}" for name, value in own.items()]
+    return ", ".join(found)
 
 
 def _scrub(trace: Trace, tmp: str) -> None:

@@ -10,7 +10,8 @@ from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.defects import targets
 from kvconform.refimpl.plan import Save
 from kvconform.refimpl.tracking import Tracked
-from kvconform.refimpl.variants.peer import Offer, Peer, Pull
+from kvconform.refimpl.variants.converting import Converting
+from kvconform.refimpl.variants.peer import Board, Offer, Peer, Pull
 from kvconform.refimpl.variants.pusher import Progress, Push, Pusher
 
 
@@ -145,6 +146,13 @@ class FromTheEnd(Peer):
 
     def _copy(self, pull: Pull, offer: Offer) -> None:
         super()._copy(pull, Offer(offer.req, offer.blocks[-(pull.first + len(pull.blocks)) :]))
+
+
+class OwnBlockSize(Converting):
+    """Finds the producer's tokens with the consumer's block size."""
+
+    def _size_of(self, board: Board) -> int:
+        return self._size
 
 
 class ClientsKey(Peer):

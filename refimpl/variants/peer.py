@@ -4,6 +4,7 @@
 The consumer learns from kv_transfer_params where the KV is; the parameters have the names that
 vLLM's own connectors of this kind use. The network is a dictionary: each engine's worker has a
 `Board` under its engine id, where it offers blocks, and where others note what they have pulled.
+A pull from an engine with another block size, other ranks or another data type fails.
 
 Options:
 
@@ -76,11 +77,14 @@ class PeerMetadata(KVConnectorMetadata):
 class Board:
     """What one engine's worker shows to others: its KV tensors and its offers, by key.
 
-    `done`: keys of offers that others no longer need.
+    `block_size`: tokens per block of the scheduler. `ranks`: workers of the engine. `done`: keys of
+    offers that others no longer need.
     """
 
-    def __init__(self, layers: dict[str, torch.Tensor]) -> None:
+    def __init__(self, layers: dict[str, torch.Tensor], block_size: int, ranks: int) -> None:
         self.layers = layers
+        self.block_size = block_size
+        self.ranks = ranks
         self.offers: dict[str, Offer] = {}
         self.done: list[str] = []
 
@@ -104,6 +108,7 @@ class Peer(Decoy):
         self.produces = self._kv_transfer_config.is_kv_producer
         self.consumes = self._kv_transfer_config.is_kv_consumer
         self._size = vllm_config.cache_config.block_size
+        self._ranks = vllm_config.parallel_config.world_size
 
         # Scheduler half.
         self._offers: dict[str, tuple[str, list[int]]] = {}
@@ -212,7 +217,7 @@ class Peer(Decoy):
     # -- Worker half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.board = Board(kv_caches)
+        self.board = Board(kv_caches, self._size, self._ranks)
         self.boards[self.engine_id] = self.board
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -241,7 +246,15 @@ class Peer(Decoy):
 
     def _offer(self, pull: Pull) -> Offer | None:
         board = self.boards.get(pull.engine)
-        return board.offers.get(pull.key) if board is not None else None
+        return board.offers.get(pull.key) if board is not None and self._reads(board) else None
+
+    def _reads(self, board: Board) -> bool:
+        """Return whether the blocks of another engine can be copied into this one's."""
+        return self._form(board) == self._form(self.board)
+
+    @staticmethod
+    def _form(board: Board) -> tuple[Any, ...]:
+        return board.block_size, board.ranks, *{layer.dtype for layer in board.layers.values()}
 
     def _copy(self, pull: Pull, offer: Offer) -> None:
         """Copy the blocks, and notify the producer that they are no longer needed."""
@@ -255,8 +268,14 @@ class Peer(Decoy):
             board.done.append(pull.key)
 
     def _failed(self, pull: Pull) -> None:
-        """Note the blocks of a failed pull: the engine will compute them."""
+        """Note the blocks of a failed pull: the engine will compute them.
+
+        A producer whose blocks cannot be copied is notified that they are not needed.
+        """
         self._invalid |= set(pull.blocks)
+        board = self.boards.get(pull.engine)
+        if self.notes and board is not None and not self._reads(board):
+            board.done.append(pull.key)
 
     def _released(self) -> set[str]:
         """Withdraw the offers that were pulled, or not pulled in time; return their requests."""

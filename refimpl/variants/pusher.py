@@ -173,6 +173,9 @@ class Pusher(Peer):
         mailbox.tokens = push.tokens
 
     def _offer(self, pull: Pull) -> Offer | None:
+        board = self.boards.get(pull.engine)
+        if board is not None and not self._reads(board):
+            return None
         key, _, tokens = pull.key.rpartition(" ")
         mailbox = self.mailboxes.get((pull.engine, key))
         return mailbox if mailbox is not None and mailbox.tokens >= int(tokens) else None

@@ -19,8 +19,8 @@ They cover, by section of systems.md:
 - C10: counters (`metered`);
 - C9: layers on streams, with few staging buffers (`STREAMED`, `staged`).
 
-Disaggregated prefill (B13) needs two engines: `peer.py`, `pusher.py` and `routed.py`, run by
-`tests/run/test_pairs.py`.
+Disaggregated prefill (B13) needs two engines: `peer.py`, `converting.py`, `pusher.py` and
+`routed.py`, run by `tests/run/test_pairs.py`.
 """
 
 from __future__ import annotations
