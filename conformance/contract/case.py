@@ -411,7 +411,7 @@ class Case(Model):
         if "state" in config.groups and not plain:
             raise ValueError("config: dtype and cache_dtype need groups without states")
         if "tensor_parallel" in own and (config.groups or config.context_parallel > 1):
-            raise ValueError("config: an engine with a tensor_parallel of its own needs no groups")
+            raise ValueError("config: engines: tensor_parallel needs a model without groups")
         alone = config.tensor_parallel == config.pipeline_parallel == 1
         alone = alone and "tensor_parallel" not in own
         if (config.layers or config.drafter) and not alone:

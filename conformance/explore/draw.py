@@ -266,6 +266,9 @@ def one(
         needs = OVER_STORE if dice.one_in(3) else None
         steps, longest = (over_store if needs else pair_steps)(dice, block)
         relations = []
+        if dice.one_in(4):
+            name = dice.pick(list(ENGINES))
+            extra["engines"][name] = {"role": ENGINES[name], "block_size": 2 * block}
     else:
         requests = Requests(dice, block, drafts, simple=simple)
         in_flight = depth if scheduling == "async" else 1

@@ -114,6 +114,10 @@ def _plain(data: Data) -> Iterator[Data]:
     if data.get("policies"):
         yield {key: value for key, value in data.items() if key != "policies"}
     config = data.get("config", {})
+    for name, engine in config.get("engines", {}).items():
+        if isinstance(engine, dict):  # one that differs from the others
+            engines = {**config["engines"], name: engine["role"]}
+            yield {**data, "config": {**config, "engines": engines}}
     for name in config:
         yield {**data, "config": {key: value for key, value in config.items() if key != name}}
     for index, step in enumerate(data["steps"]):

@@ -219,6 +219,16 @@ def test_parameters_travel_as_json(params: dict[str, Any], problem: str | None) 
     [
         ({"steps": [{"on": "q"}]}, "`on` names engine 'q'"),
         ({"config": {"engines": {"p": "kv_both"}}}, "none or several"),
+        ({"config": {"engines": {"p": "kv_both", "d": {"block_size": 8}}}}, "role"),
+        (
+            {
+                "config": {
+                    "groups": ["latent"],
+                    "engines": {"p": "kv_both", "d": {"role": "kv_both", "tensor_parallel": 2}},
+                }
+            },
+            "engines: tensor_parallel needs a model without groups",
+        ),
         ({"steps": [{"restart": "engine"}]}, "not possible with several engines"),
         (
             {
@@ -338,6 +348,91 @@ def test_a_peer_may_hand_over_less_or_wait_for_a_time_limit(
         failed = {row.requirement for row in report.rows if row.verdict == "FAIL"}
         # What a SHOULD recommends it may leave.
         assert failed <= {"transfer.params-returned"}
+
+
+UNLIKE = ["transfer.other-block-size", "transfer.other-ranks"]
+
+
+@pytest.mark.parametrize("connector", [PEER, f"{__name__}:LeaseOnly", f"{__name__}:Withholds"])
+@pytest.mark.parametrize("name", UNLIKE)
+def test_engines_that_differ_may_refuse_each_other(
+    connector: str, name: str, tmp_path: Path
+) -> None:
+    for number, variant in enumerate(some(SPEC.cases[name], whole=False)):
+        report = run_and_judge(
+            variant, Target(connector, {}), SPEC, seed=number, tmp=tmp_path / str(number)
+        )
+        assert report.harness_error is None and report.trace is not None
+        assert [row for row in report.rows if row.verdict in ("FAIL", "ERROR", "BLOCKED")] == []
+        requests = [e for e in report.trace if e["kind"] == "pair.request"]
+        assert all(e["unlike"] and not e["loaded"] for e in requests)
+
+
+def test_a_connector_that_converts_is_judged_by_what_it_loads(tmp_path: Path) -> None:
+    target = Target("kvconform.refimpl.variants.converting:Converting", {})
+    for number, variant in enumerate(variants(SPEC.cases[UNLIKE[0]])):
+        report = run_and_judge(variant, target, SPEC, seed=number, tmp=tmp_path / str(number))
+        assert [row for row in report.rows if row.verdict == "FAIL"] == []
+        loaded = {e["req"]: e["loaded"] for e in report.trace or () if e["kind"] == "pair.request"}
+        assert loaded == {"d1": 21, "d2": 14, "d3": 19, "d4": 2}
+
+
+class Withholds(Peer):
+    """Its producer knows its consumers, and returns no parameters."""
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+
+class OneRankOnly(Peer):
+    """Does not start with several ranks."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        if vllm_config.parallel_config.world_size > 1:
+            raise ValueError("OneRankOnly supports one rank.")
+        super().__init__(vllm_config, role, kv_cache_config)
+
+
+def test_a_connector_may_refuse_to_start_an_engine_that_differs(tmp_path: Path) -> None:
+    variant = variants(SPEC.cases[UNLIKE[1]])[0]
+    target = Target(f"{__name__}:OneRankOnly", {}, capabilities={"transfer": True})
+    run = run_variant(variant, target, seed=0, tmp=tmp_path / "run")
+    asked = "tensor_parallel 2 of engine d"
+    assert run.lacks == f"the connector refuses {asked}: OneRankOnly supports one rank."
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "judged")
+    assert [row for row in report.rows if row.verdict in ("FAIL", "ERROR")] == []
+
+
+def test_each_engine_is_judged_by_its_own_sizes() -> None:
+    rule = {"id": "x.y", "text": "It MUST.", "event": "req.scheduled"}
+    own = Requirement.model_validate({**rule, "always": "e.known == cfg.block_size"})
+    engines = {"p": "kv_producer", "d": "kv_consumer"}
+    sizes = {"d": {"block_size": 8, "hash_size": 8, "ranks": 1}}
+    trace = [
+        {"kind": "run.start", "seq": 0, "step": 0, "block_size": 4},
+        {"kind": "run.engines", "seq": 1, "step": 0, "engines": engines, "own": sizes},
+        {"kind": "req.scheduled", "seq": 2, "step": 1, "on": "p", "req": "a", "known": 4},
+        {"kind": "req.scheduled", "seq": 3, "step": 1, "on": "d", "req": "b", "known": 8},
+    ]
+    assert evaluate_sides([own], trace, cfg=trace[0])["x.y"].violations == []
+    trace[3]["known"] = 4
+    found = evaluate_sides([own], trace, cfg=trace[0])["x.y"].violations
+    assert [violation.seq for violation in found] == [3]
+
+
+def test_only_engines_with_other_sizes_are_unlike() -> None:
+    larger = {"role": "kv_both", "block_size": 8}
+    config = {"engines": {"p": "kv_both", "q": {"role": "kv_both"}, "r": larger}}
+    steps = [{"run": {}}]
+    case = Case.model_validate(
+        {"id": "x.y", "area": "x", "text": "x", "config": config, "steps": steps}, strict=False
+    )
+    variant = case.variants(["reference"])[0]
+    assert variant.are_alike("p", "q") and not variant.are_alike("p", "r")
+    assert [variant.of_engine(name).block_size for name in "pqr"] == [4, 4, 8]
+    assert case.situations == ["unlike-sharers"]
 
 
 class HearsLate(Peer):
