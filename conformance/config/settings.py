@@ -55,7 +55,7 @@ REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 ENGINES = ("reference", "vllm")
 SCHEDULINGS = ("sync", "async")
 PLACEHOLDERS = ("tmp", "block_size")
-"""What a run replaces in the strings of `extra_config`, in braces (Target.options)."""
+"""What a run replaces in the strings of the connector's options, in braces (Target.options)."""
 COMMAND_LINE = "the command line"
 _REPEATED = {"adapters": "adapter", "cases": "case"}
 """Settings with several values whose option, which is given once for each, is named by one."""
@@ -73,6 +73,11 @@ class Settings(BaseModel):
         default=None, description="the connector's name in the catalogue, if given by that name"
     )
     extra_config: dict[str, Any] = {}
+    extra_config_after_restart: dict[str, Any] = Field(
+        default={},
+        description="options over these with which the connector comes back over the same store"
+        " (`restart: settings`)",
+    )
     adapters: list[str] = Field(
         default=[], description="stand-ins for what the connector lacks here (docs/adapters.md)"
     )
@@ -232,6 +237,11 @@ class Settings(BaseModel):
         return list(SLOW) if self.slow == "all" else [self.slow]
 
     @property
+    def all_options(self) -> dict[str, Any]:
+        """The connector's options, those that it has after a restart only among them."""
+        return {**self.extra_config_after_restart, **self.extra_config}
+
+    @property
     def base(self) -> Path:
         """Base of relative paths and commands: the file's directory, else the working directory."""
         return Path(self.file).parent if self.file else Path.cwd()
@@ -263,7 +273,9 @@ def load(given: dict[str, Any], *, file: str | None = None, start: Path | None =
     merged.file = str(path) if path else None
     if merged.connector == REFERENCE and not merged.extra_config:
         merged.extra_config = {"store": "{tmp}"}
-    _check_placeholders(json.dumps(merged.extra_config))
+        merged.extra_config_after_restart = merged.extra_config_after_restart or {"codec": "int8"}
+    for name in ("extra_config", "extra_config_after_restart"):
+        _check_placeholders(name, json.dumps(getattr(merged, name)))
 
     def absolute(path: str, setting: str) -> str:
         base = Path.cwd() if setting in own else merged.base
@@ -279,15 +291,15 @@ def load(given: dict[str, Any], *, file: str | None = None, start: Path | None =
     return merged
 
 
-def _check_placeholders(text: str) -> None:
+def _check_placeholders(setting: str, text: str) -> None:
     """Raise UsageError for what looks like a misspelt placeholder: the run would take it as is."""
     for name in re.findall(rf"\{{({'|'.join(PLACEHOLDERS)})\b(?!\}})", text):
-        raise UsageError(f"extra_config: the placeholder {{{name}}} lacks its closing brace")
+        raise UsageError(f"{setting}: the placeholder {{{name}}} lacks its closing brace")
     for name in re.findall(r"\{(\w+)\}", text):
         close = difflib.get_close_matches(name, PLACEHOLDERS, 1, 0.7)
         if close and name not in PLACEHOLDERS:
             raise UsageError(
-                f"extra_config: there is no placeholder {{{name}}}; did you mean {{{close[0]}}}?"
+                f"{setting}: there is no placeholder {{{name}}}; did you mean {{{close[0]}}}?"
             )
 
 

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kvconform.contract.case import Device
 from kvconform.errors import UsageError, did_you_mean, place_of
@@ -24,6 +24,7 @@ class Target:
     - `connector`: `package.module:Class`, a name registered in vLLM's factory, or None.
     - `extra_config`: in its strings, `{tmp}` stands for the run's own directory and `{block_size}`
       for the tokens of a block.
+    - `extra_config_after_restart`: options over these that `restart: settings` gives it.
     - `capabilities`: the declared ones.
     - `half`: `both`, or `scheduler` to judge the scheduler half alone, with a worker half of ours
       that does nothing.
@@ -43,6 +44,7 @@ class Target:
     adapters: tuple[str, ...] = ()
     router: str | None = None
     hash_seed: str | None = None
+    extra_config_after_restart: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -102,6 +104,11 @@ class Target:
         given = {"{tmp}": str(tmp), "{block_size}": str(block_size)}
         found: dict[str, Any] = _substitute(self.extra_config, given)
         return found
+
+    def restarted(self) -> Self:
+        """Return the target with the options that it has after a restart."""
+        options = {**self.extra_config, **self.extra_config_after_restart}
+        return dataclasses.replace(self, extra_config=options)
 
     def declared(self, cls: type | None) -> dict[str, Any]:
         """Return the declared capabilities of the connector's class `cls`.

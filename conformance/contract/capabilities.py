@@ -201,6 +201,27 @@ def complete(declared: dict[str, Any]) -> dict[str, Any]:
     return {name: declared.get(name, known.default) for name, known in CAPABILITIES.items()}
 
 
+EXCUSES = ("best_effort", "synthesises_kv", "non_prefix_reuse", "lossy")
+"""Capabilities by which a connector promises less, not more."""
+
+
+def common(caps: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """Return capabilities `caps`, but for what a connector that has `others` does not promise.
+
+    `others` need not name all of them.
+    """
+    found = dict(caps)
+    for name, value in others.items():
+        own = caps[name]
+        if name in EXCUSES or name == "chunk_tokens":
+            found[name] = max(own, value)
+        elif name == "saves":
+            found[name] = min(own, value, key=("none", "prompt", "all").index)
+        elif isinstance(value, bool):
+            found[name] = own and value
+    return found
+
+
 def has(value: Any) -> bool:
     """Return whether a capability counts as present when it is named alone.
 

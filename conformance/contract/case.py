@@ -41,9 +41,11 @@ from kvconform.contract.steps import (
     Add,
     CacheDType,
     DType,
+    Layout,
     Otherwise,
     SamePrompt,
     Step,
+    changes_settings,
     one_by_one,
     restarts_process,
 )
@@ -60,7 +62,6 @@ Engine = Literal["reference", "vllm", "live"]
 Scheduling = Literal["sync", "async"]
 Runner = Literal["v1", "v2"]
 Role = Literal["kv_both", "kv_producer", "kv_consumer"]
-Layout = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 Sibling = Literal["self", "idle", "winner", "holder", "fetcher", "greeter"]
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
@@ -313,6 +314,7 @@ class Case(Model):
     def _steps_go_together(cls, steps: list[Step], info: ValidationInfo) -> list[Step]:
         """Check the steps as they were written; return them with one request per `add`."""
         added: set[str] = set()
+        config, matrix = info.data.get("config"), info.data.get("matrix")
         for index, step in enumerate(steps):
             unknown = step.mentions() - added
             if unknown:
@@ -327,10 +329,13 @@ class Case(Model):
                         (index,),
                     )
                 added.add(add.req)
-            if {"config", "matrix"} <= info.data.keys():
-                problem = _unfit(step, info.data["config"], info.data["matrix"])
+            if config is not None and matrix is not None:
+                problem = _unfit(step, config, matrix)
                 if problem:
                     raise WrongPart(problem, (index,))
+                if isinstance(step.arg, Otherwise):
+                    config = _with(config, step.arg)
+                    matrix = Matrix() if step.arg.block_size else matrix
             if step.op == "soak":
                 earlier = {each.op for each in steps[:index]}
                 if not added or (bad := sorted(earlier & set(UNREPEATABLE))):
@@ -381,7 +386,9 @@ class Case(Model):
             raise ValueError(
                 "config: context_parallel needs groups [latent], and must divide tensor_parallel"
             )
-        if any(size % degree for size in self.block_sizes for degree in degrees):
+        if any(
+            size % each.context_parallel for each, sizes in self.configurations for size in sizes
+        ):
             raise ValueError("config: context_parallel must divide the block size")
         if config.tensor_parallel > 2 and not latent:
             raise ValueError("config: more than two tensor parallel ranks need groups [latent]")
@@ -432,16 +439,18 @@ class Case(Model):
 
     @model_validator(mode="after")
     def _kernel_blocks(self) -> Case:
-        size = self.config.kernel_block_size
-        if size is None:
-            return self
-        if len(self.config.groups) > 1 or self.config.layout not in (None, "LBHNC", "LBNHC"):
-            raise ValueError(
-                "config: kernel_block_size needs one group, and layout LBHNC or LBNHC, if any"
-            )
-        sizes = self.block_sizes
-        if any(each % (size * degree) for each in sizes for degree in self.context_degrees):
-            raise ValueError("config: kernel_block_size must divide the blocks of a rank's memory")
+        for config, sizes in self.configurations:
+            size = config.kernel_block_size
+            if size is None:
+                continue
+            if len(config.groups) > 1 or config.layout not in (None, "LBHNC", "LBNHC"):
+                raise ValueError(
+                    "config: kernel_block_size needs one group, and layout LBHNC or LBNHC, if any"
+                )
+            if any(each % (size * config.context_parallel) for each in sizes):
+                raise ValueError(
+                    "config: kernel_block_size must divide the blocks of a rank's memory"
+                )
         return self
 
     @model_validator(mode="after")
@@ -449,7 +458,8 @@ class Case(Model):
         unit = self.config.prefix_match_unit
         if unit is None:
             return self
-        if len(self.config.groups) < 2 or any(each % unit for each in self.block_sizes):
+        every = [size for _, sizes in self.configurations for size in sizes]
+        if len(self.config.groups) < 2 or any(each % unit for each in every):
             raise ValueError(
                 "config: prefix_match_unit needs several groups, and must divide the block size"
             )
@@ -489,27 +499,37 @@ class Case(Model):
         return self
 
     @property
-    def block_sizes(self) -> list[int]:
-        """The block sizes of all engines."""
-        own = [each["block_size"] for each in self.config.own.values() if "block_size" in each]
-        return [*(self.matrix.block_size or [self.config.block_size]), *own]
-
-    @property
     def changes(self) -> list[Otherwise]:
         """What restarts change of the configuration, one after the other."""
         return [step.arg for step in self.steps if isinstance(step.arg, Otherwise)]
 
     @property
+    def changes_settings(self) -> bool:
+        """Whether the connector has other options after a restart."""
+        return any(map(changes_settings, self.steps))
+
+    @property
+    def configurations(self) -> list[tuple[Config, list[int]]]:
+        """The configurations of all engines, also after restarts, each with its block sizes."""
+        found = [(self.config, self.matrix.block_size or [self.config.block_size])]
+        for each in self.changes:
+            config, sizes = found[-1]
+            found.append((_with(config, each), [each.block_size] if each.block_size else sizes))
+        config, sizes = found[0]
+        for own in self.config.own.values():
+            size = [own["block_size"]] if "block_size" in own else sizes
+            found.append((config.model_copy(update=own), size))
+        return found
+
+    @property
     def stages(self) -> int:
         """The most pipeline stages that an engine of the case has."""
-        changed = (each.pipeline_parallel or 1 for each in self.changes)
-        return max(self.config.pipeline_parallel, *changed, 1)
+        return max(config.pipeline_parallel for config, _ in self.configurations)
 
     @property
     def context_degrees(self) -> list[int]:
         """The degrees of context parallelism of the engines, one after the other."""
-        changed = [each.context_parallel for each in self.changes if each.context_parallel]
-        return [self.config.context_parallel, *changed]
+        return [config.context_parallel for config, _ in self.configurations]
 
     @cached_property
     def needs_expr(self) -> Expression:
@@ -660,7 +680,13 @@ PROPERTIES: dict[str, Callable[[Case], bool]] = {
         for each in case.changes
     ),
     "other-format": lambda case: any(
-        each.dtype or each.cache_dtype or each.pipeline_parallel for each in case.changes
+        each.dtype
+        or each.cache_dtype
+        or each.pipeline_parallel
+        or each.layout
+        or each.block_size
+        or each.kernel_block_size
+        for each in case.changes
     ),
     "unlike-peers": lambda case: bool(case.config.own) and _hands_over(case),
     "unlike-sharers": lambda case: bool(case.config.own) and not _hands_over(case),
@@ -669,6 +695,11 @@ PROPERTIES: dict[str, Callable[[Case], bool]] = {
     ),
 }
 """Situations that are neither a policy, a step nor a field: whether a case has them."""
+
+
+def _with(config: Config, change: Otherwise) -> Config:
+    """Return the configuration of an engine that a restart has changed."""
+    return config.model_copy(update=change.model_dump(exclude_none=True))
 
 
 def _unfit(step: Step, config: Config, matrix: Matrix) -> str | None:
@@ -793,6 +824,11 @@ class Variant:
     def inspects(self) -> bool:
         """Whether the run makes the static checks of the connector."""
         return isinstance(self.case, Case) and self.case.inspect is not None
+
+    def restarted(self, change: Otherwise) -> Variant:
+        """Return the run with the configuration that a restart has changed."""
+        case = self.case.model_copy(update={"config": _with(self.case.config, change)})
+        return replace(self, case=case, block_size=change.block_size or self.block_size)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Variant) and self.id == other.id

@@ -132,6 +132,9 @@ def _kind(name: str, channel: str, fields: str, doc: str) -> None:
     EVENTS[name] = Kind(name, channel, doc, parsed)
 
 
+SIZED = ("run.start", "run.changed")
+"""Kinds of events that say how many tokens a block has from then on."""
+
 # -- the run
 _kind(
     "run.start",
@@ -141,6 +144,12 @@ _kind(
     "failure_policy:str groups:int ranks:int stages:int context_ranks:int drafter:bool device:str "
     "slow:str?",
     "The run begins; its fields are the constants `cfg`. hash_size = tokens per block hash.",
+)
+_kind(
+    "run.changed",
+    "harness",
+    "block_size:int hash_size:int",
+    "From here on, constants `cfg` of the run have these values: a restart has changed them.",
 )
 _kind(
     "run.end",
@@ -977,6 +986,23 @@ def lifecycle(
 ) -> dict[str, Any]:
     """Return the fields of `engine.lifecycle`. `connector` is the class whose lines count. Pure."""
     return {"op": op, "pid": pid, **raised(error, connector)}
+
+
+def constants_of(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constants of the run that an event `run.changed` sets. Pure."""
+    return {name: event[name] for name in EVENTS["run.changed"].fields}
+
+
+def block_size_at(trace: Sequence[Mapping[str, Any]], event: Mapping[str, Any]) -> int:
+    """Return the block size of an event's engine at the event. Pure.
+
+    A restart may have changed that of `run.start`, and one of several engines have its own.
+    """
+    own = next((e.get("own") or {} for e in trace[:2] if e["kind"] == "run.engines"), {})
+    if event.get("on") in own:
+        return int(own[event["on"]]["block_size"])
+    sizes = (e["block_size"] for e in trace if e["kind"] in SIZED and e["seq"] <= event["seq"])
+    return int(list(sizes)[-1])
 
 
 def is_restart(event: Mapping[str, Any]) -> bool:

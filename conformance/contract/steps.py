@@ -502,12 +502,13 @@ class IdleStep(BaseStep):
 
 DType = Literal["float32", "float16", "bfloat16"]
 CacheDType = Literal["auto", "float16", "bfloat16"]
+Layout = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 
 
 class Otherwise(Model):
     """What a new engine has otherwise than the one before it, with as many ranks.
 
-    The fields are those of `config`.
+    The fields are those of `config`. `layout`, `kernel_block_size`: another attention backend.
     """
 
     tensor_parallel: Literal[1, 2] | None = None
@@ -527,6 +528,13 @@ class Otherwise(Model):
     hf_overrides: dict[str, Any] | None = Field(
         default=None, description="changes of the model's configuration"
     )
+    block_size: PositiveInt | None = None
+    kernel_block_size: PositiveInt | None = Field(
+        default=None, description="tokens per block of the KV tensors"
+    )
+    layout: Layout | None = Field(
+        default=None, description="the only order of a KV tensor's axes that is supported"
+    )
 
     @model_validator(mode="after")
     def _something(self) -> Otherwise:
@@ -541,10 +549,11 @@ class RestartStep(BaseStep):
     `engine`: in the same process. `process`: in another one, which is forked and so has the same
     hash seed and addresses. `interpreter`: the first part runs in a fresh interpreter with another
     hash seed; vLLM's block hashes stay the same. `{context_parallel: 4}`, `{dtype: float16}`,
-    `{model: other/model}`: as `process`, and with another configuration.
+    `{model: other/model}`: as `process`, and with another configuration. `settings`: as `process`,
+    and with the connector's options for it (the setting `extra_config_after_restart`).
     """
 
-    restart: Literal["engine", "process", "interpreter"] | Otherwise
+    restart: Literal["engine", "process", "interpreter", "settings"] | Otherwise
 
 
 class ShutdownStep(BaseStep):
@@ -733,6 +742,11 @@ def restarts_process(step: Step) -> bool:
 def forks(step: Step) -> bool:
     """Return whether what is before the step runs in a forked process."""
     return restarts_process(step) and step.arg != "interpreter"
+
+
+def changes_settings(step: Step) -> bool:
+    """Return whether the connector has other options after the step."""
+    return step.op == "restart" and step.arg == "settings"
 
 
 def repeated(step: Step, number: int) -> Step:

@@ -45,6 +45,7 @@ class Defect(Model):
         default=None, description="a Fault, active while the cases run"
     )
     extra_config: dict[str, Any] = {}
+    extra_config_after_restart: dict[str, Any] = {}
     capabilities: dict[str, Any] = {}
     servers: list[ServerSpec] = Field(
         default=[], description="servers that it needs; extra_config may name their ports"

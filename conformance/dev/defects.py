@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,7 @@ class Control:
     runs: tuple[tuple[str, str], ...] = ()
     emulate_cuda: bool = False
     servers: Sequence[ServerSpec] = ()
+    extra_config_after_restart: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def setup(self) -> str:
@@ -72,6 +73,7 @@ class Control:
         settings = {
             "connector": self.connector,
             "extra_config": self.extra_config,
+            "extra_config_after_restart": self.extra_config_after_restart,
             "capabilities": self.capabilities,
             "emulate_cuda": self.emulate_cuda,
             "servers": [server.model_dump() for server in self.servers],
@@ -94,6 +96,7 @@ def plan(defects: Iterable[Defect], spec: Spec) -> list[Control]:
             defect.capabilities,
             emulate_cuda=defect.emulate_cuda,
             servers=defect.servers,
+            extra_config_after_restart=defect.extra_config_after_restart,
         )
         controls.setdefault(control.setup, control)
         runs.setdefault(control.setup, {}).update(
@@ -133,6 +136,7 @@ def run(control: Control, spec: Spec, tmp: Path) -> Outcome:
         id="control",
         connector=control.connector,
         extra_config=dict(control.extra_config),
+        extra_config_after_restart=dict(control.extra_config_after_restart),
         capabilities=dict(control.capabilities),
         emulate_cuda=control.emulate_cuda,
         servers=list(control.servers),
@@ -296,6 +300,7 @@ def target_of(defect: Defect, block_size: int, options: Mapping[str, Any] | None
         options,
         capabilities={name: value for name, value in declared.items() if value is not None},
         device=device,
+        extra_config_after_restart=defect.extra_config_after_restart,
     )
 
 

@@ -120,7 +120,7 @@ def run(
         settings.connector, settings.pythonpath, stand_ins=bool(settings.adapters)
     )
     check_router(settings.router, settings.pythonpath)
-    warnings += unmentioned(settings.connector, settings.extra_config, settings.pythonpath)
+    warnings += unmentioned(settings.connector, settings.all_options, settings.pythonpath)
     for warning in warnings:
         console.print(f"warning: {warning}")
     seed = settings.seed + (int(time.time()) // 86_400 if chosen.daily else 0)

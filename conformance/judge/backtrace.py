@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from kvconform.contract.events import NO_OWNER, is_restart
-from kvconform.contract.trace import Event, settings_on
+from kvconform.contract.events import NO_OWNER, block_size_at, is_restart
+from kvconform.contract.trace import Event
 from kvconform.judge.describe import namesake, spans
 from kvconform.judge.identity import namesake_of
 from kvconform.judge.strays import LOADING, loader
@@ -123,8 +123,9 @@ def tell(trace: list[Event], event: Event) -> Story | None:
     """Return the story of the wrong bytes of `event`.
 
     None if that is not known, as in a run with several block tables per request (KV cache groups,
-    context ranks). The event may also be that a load wrote elsewhere, or did not write, or that a
-    hook raised: the story says whether the table from before a preemption explains that.
+    context ranks), or whose blocks have had another size. The event may also be that a load wrote
+    elsewhere, or did not write, or that a hook raised: the story says whether the table from before
+    a preemption explains that.
     """
     start = trace[0]
     if start.get("groups", 1) > 1 or start.get("context_ranks", 1) > 1:
@@ -134,7 +135,9 @@ def tell(trace: list[Event], event: Event) -> Story | None:
         return _readmitted(trace, event)
     if kind not in ("kv.changed", "load.due", "kv.wrong"):
         return None
-    size = settings_on(trace, event.get("on"))["block_size"]
+    size = block_size_at(trace, event)
+    if event.get("on") is None and size != start["block_size"]:
+        return None
     if kind == "kv.changed":
         return next(_strayed(trace, event, size), None)
     if kind == "load.due":
@@ -714,7 +717,7 @@ def _of_block(trace: list[Event], event: Event) -> list[Event]:
     if owner is None or event["found"] != "never_computed":
         return []
     pos = event["pos"]
-    index = pos // settings_on(trace, event.get("on"))["block_size"]
+    index = pos // block_size_at(trace, event)
     block = event.get("origin_block")
     holders: set[tuple[Any, Any]] = set()
     found = []

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kvconform.contract.events import SIZED
 from kvconform.contract.trace import Event, Trace
 
 MISCOUNTED = "the engine lost count of request {req} when its load failed (bug B004)"
@@ -59,7 +60,7 @@ def note_unfilled(trace: Trace) -> None:
     for e in trace.events:
         kind = e["kind"]
         on = e.get("on")
-        if kind == "run.start":
+        if kind in SIZED:
             size = e["block_size"]
         elif kind == "transfer.failed" and not e["is_async"]:
             failed.update({(on, block): set(range(size)) for block in e["blocks"]})

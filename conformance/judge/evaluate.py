@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from kvconform.contract.events import constants_of
 from kvconform.contract.requirement import Requirement
 from kvconform.judge.guards import HOOKED, pins_of
 from kvconform.judge.monitor import (
@@ -117,8 +118,9 @@ def evaluate(
 ) -> dict[str, Monitor]:
     """Run the monitors of all requirements but `relate` over a trace.
 
-    Returns the finished monitors by requirement id.
+    Returns the finished monitors by requirement id. `cfg` follows what the trace changes of it.
     """
+    cfg = dict(cfg or {})
     events = trace if isinstance(trace, (list, tuple)) else list(trace)
     stakes = _stakes_of(events)
     called = stakes.called
@@ -145,6 +147,8 @@ def evaluate(
     for event in events:
         last = event
         kind = event["kind"]
+        if kind == "run.changed":
+            cfg.update(constants_of(event))
         if kind in HOOKED and "hook" in event:
             watches = of_hooks[kind, event["hook"]]
         else:

@@ -182,18 +182,19 @@ class InvariantMonitor(Monitor):
             if where is None or where(e):
                 self.exercised += 1
                 if (not check(e)) is wanted:
-                    self.violate(e, e, lambda: self.describe(e, wanted))
+                    held = dict(self.cfg)  # a restart may change it
+                    self.violate(e, e, lambda: self.describe(e, wanted, held))
 
         return {req.event: on_event}
 
-    def describe(self, e: Event, wanted: bool) -> str:
+    def describe(self, e: Event, wanted: bool, cfg: Mapping[str, Any]) -> str:
         """Return the part of the check that decided, and the values that it read."""
         expression = self.requirement.expressions["check"]
         guard = self.requirement.expressions.get("where")
         if expression.constant:
             text = f"{e['kind']} occurred"
             return f"{text} with `{guard.source}`: {guard.values(e)}" if guard else text
-        source, values = expression.culprit(wanted, self.cap, self.cfg, e)
+        source, values = expression.culprit(wanted, self.cap, cfg, e)
         text = f"`{source}` is {'false' if wanted else 'true'}"
         return f"{text}: {values}" if values else text
 

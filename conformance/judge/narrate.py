@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvconform.contract.events import SIZED, block_size_at
 from kvconform.contract.requirement import Requirement
-from kvconform.contract.trace import RANKED, Event, settings_on
+from kvconform.contract.trace import RANKED, Event
 from kvconform.judge.backtrace import claimed, excerpt, tell
 from kvconform.judge.circumstances import absent
 from kvconform.judge.describe import adds_to_itself, cause, describe, headline, hook_of, place
@@ -123,7 +124,7 @@ def _named_before(trace: Sequence[Event], report: Event) -> bool:
 
 def _is_rounded(claim: Event, trace: Sequence[Event]) -> bool:
     """Return whether a claim ends where the block does in which the longest prompt ends."""
-    size = settings_on(trace, claim.get("on")).get("block_size")
+    size = block_size_at(trace, claim) if trace and trace[0]["kind"] in SIZED else None
     end, prompts = claim["end"], claim["prompts"]
     return bool(size and prompts is not None and prompts < end == -(-prompts // size) * size)
 

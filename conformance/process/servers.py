@@ -98,7 +98,7 @@ def _lock(port: int) -> socket.socket | None:
     return lock
 
 
-FILLED = ("extra_config", "env")
+FILLED = ("extra_config", "extra_config_after_restart", "env")
 """The settings whose placeholders are filled."""
 
 
@@ -171,7 +171,7 @@ class Servers:
         return filled(value, self.ports.numbers, dict(zip(WORDS, meanings, strict=True)))
 
     def settle(self, settings: SettingsT) -> SettingsT:
-        """Return the settings for this process: placeholders in extra_config and env are filled."""
+        """Return the settings for this process: placeholders in options and env are filled."""
         return settings.model_copy(
             update={key: self.fill(getattr(settings, key)) for key in FILLED}
         )

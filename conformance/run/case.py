@@ -115,7 +115,7 @@ def _was_too_fast(made: Runs, spec: Spec) -> bool:
     promised = (event for event in main.trace if event["kind"] == "profile.expectation")
     if not main.unmet and all(each["reloadable"] >= each["promised"] for each in promised):
         return False  # nothing is missing: most runs are not judged twice
-    rows = judge(list(spec.requirements.values()), made.runs, made.profile.caps)
+    rows = judge(list(spec.requirements.values()), made.runs, made.caps)
     failed = [row for row in rows if row.verdict is Verdict.FAIL]
     short = [
         row for row in failed if spec.requirements[row.requirement].event == "profile.expectation"
@@ -129,7 +129,7 @@ def unjudged_crash(made: Runs, spec: Spec) -> str | None:
     crash = next((e for e in trace if e["kind"] == "engine.crash"), None)
     if crash is None:
         return None
-    rows = judge(list(spec.requirements.values()), made.runs, made.profile.caps)
+    rows = judge(list(spec.requirements.values()), made.runs, made.caps)
     broken = (Verdict.FAIL, Verdict.ERROR, Verdict.BLOCKED)
     if any(row.verdict in broken for row in rows):
         return None
@@ -152,7 +152,7 @@ def judge_runs(
     """
     alone = target.half == "scheduler" and variant.engine != "live"
     judged = [each for each in wanted if not alone or judged_alone(each.id, each.area)]
-    rows = judge(judged, made.runs, made.profile.caps, strict=strict, disabled=disabled)
+    rows = judge(judged, made.runs, made.caps, strict=strict, disabled=disabled)
     for row in rows if made.lacks else ():
         if row.verdict is Verdict.PASS:
             row.verdict = Verdict.NOT_EXERCISED

@@ -7,7 +7,6 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -105,13 +104,13 @@ class Driver:
         promises: Promises | None,
         before: Progress | None = None,
         watcher: Watcher | None = None,
-        changed: Otherwise | None = None,
+        changed: str | Otherwise | None = None,
         rests: bool = False,
     ) -> None:
         self.variant = variant
-        self.running = _otherwise(variant, changed) if changed else variant
+        self.running = variant.restarted(changed) if isinstance(changed, Otherwise) else variant
         """What the engine is built for: the variant, but for what a restart has changed."""
-        self.target = target
+        self.target = target.restarted() if changed == "settings" else target
         self.trace = trace
         self.registry = registry
         self.seed = seed
@@ -119,7 +118,7 @@ class Driver:
         self.relation = relation
         self.watcher = watcher
         self.state = RunState.resume(
-            before, variant=variant, trace=trace, caps=caps, promises=promises
+            before, variant=self.running, trace=trace, caps=caps, promises=promises
         )
         self.router = Checked(target.router)
         self.damager = Damager(tmp, trace)
@@ -131,6 +130,9 @@ class Driver:
         """Whether connectors get time to store, before stored content is asked for."""
         self._asked: tuple[int, int] | None = None
         self.expectations = Expectations(self.state, self._free_blocks)
+        if self.running.block_size != variant.block_size:
+            sizes = {"block_size": self.running.block_size, "hash_size": self.running.hash_size}
+            trace.emit("run.changed", **sizes)
         self.engine = self._start()
         self._operations = self._table()
 
@@ -198,11 +200,18 @@ class Driver:
             engine.telemetry.seen.chunk_tokens = state.caps["chunk_tokens"]
         undisturbed = not takes_from_store(variant.case)
         for rank in engine.ranks.members:
-            rank.cache.tolerance = max(tolerance(state.caps["lossy"]), state.tolerance)
+            rank.cache.tolerance = max(tolerance(self._lossy()), state.tolerance)
             rank.worker.oracle.undisturbed = undisturbed
         if self.watcher is not None:
             self.watcher.started(engine)
         return engine
+
+    def _lossy(self) -> bool | float:
+        """Return how far KV may be off: with other options, a connector may declare otherwise."""
+        lossy: bool | float = self.state.caps["lossy"]
+        if self.variant.case.changes_settings and self.target.connector is not None:
+            lossy = self.target.declared(self.target.resolve()).get("lossy", lossy)
+        return lossy
 
     # -- prompts
 
@@ -638,9 +647,3 @@ def takes_from_store(case: Case) -> bool:
     """
     losses = ("fail-load", "damage", "reset", "restart", "shutdown")
     return bool(case.config.multi) or any(step.op in losses for step in case.steps)
-
-
-def _otherwise(variant: Variant, how: Otherwise) -> Variant:
-    """Return the run with another configuration."""
-    config = variant.case.config.model_copy(update=how.model_dump(exclude_none=True))
-    return replace(variant, case=variant.case.model_copy(update={"config": config}))

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvconform.contract.case import Case, Layout
+from kvconform.contract.case import Case
+from kvconform.contract.steps import Layout
 
 MEASURED = "KVCONFORM_MEASURED"
 """Environment variable: a directory in which the workers of one run share what they measured."""

@@ -210,8 +210,7 @@ def _drive(
     try:
         changed = None
         if split := process_restart(rest):
-            how = rest[split].arg
-            changed = how if isinstance(how, Otherwise) else None
+            changed = rest[split].arg
             first = rest[:split]
             rest = rest[split + 1 :]
             if first_part is not None:
@@ -219,7 +218,7 @@ def _drive(
                 driver.execute_part(first)
                 first_part.left = driver.state.progress, driver.registry
                 return
-            before, registry = _before_restart(run, create, how, first, trace, registry)
+            before, registry = _before_restart(run, create, changed, first, trace, registry)
         driver = create(registry=registry, before=before, watcher=watcher, changed=changed)
         driver.execute(rest)
         run.unmet = driver.expectations.unmet(case.provokes)
@@ -297,12 +296,15 @@ _REFUSABLE = (
 def settings_of(case: Case) -> str:
     """Return the settings of a case that a connector may refuse, in words; "" if it has none.
 
-    Those after a restart count, too.
+    All that a restart changes counts: the store has KV of the engine before it.
     """
-    changed = case.config.model_dump(exclude_defaults=True)
+    config = case.config.model_dump(exclude_defaults=True)
+    asked = {name: config[name] for name in _REFUSABLE if name in config}
     for each in case.changes:
-        changed |= each.model_dump(exclude_none=True)
-    found = [f"{name} {changed[name]}" for name in _REFUSABLE if name in changed]
+        asked |= each.model_dump(exclude_none=True)
+    if case.changes_settings:
+        asked["other options"] = "over the same store"
+    found = [f"{name} {value}" for name, value in asked.items()]
     for engine, own in case.config.own.items():
         found += [f"{name} {value} of engine {engine}" for name, value in own.items()]
     return ", ".join(found)

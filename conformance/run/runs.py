@@ -7,9 +7,10 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvconform.config.target import Target
-from kvconform.contract.capabilities import CAPABILITIES
+from kvconform.contract.capabilities import CAPABILITIES, common
 from kvconform.contract.case import Variant
 from kvconform.judge.foreign import ForeignKV, foreign, sentence
 from kvconform.judge.records import Row, Verdict
@@ -31,6 +32,7 @@ class Runs:
     `refused` is the verdict and the message of every row. `unmet` are stimuli that did not happen.
     `lacks` are events that did not happen, without which the run is inconclusive. `again(relation)`
     repeats a run. `reduce` reduces a workload that failed, and adds to the messages of the rows.
+    `judged_by`: the capabilities that hold in this run, if not all of the profile's do.
     """
 
     profile: Profile
@@ -41,6 +43,26 @@ class Runs:
     harness_error: str | None = None
     again: Callable[[str], Run] | None = None
     reduce: Callable[[Sequence[Row]], None] | None = None
+    judged_by: dict[str, Any] | None = None
+
+    @property
+    def caps(self) -> dict[str, Any]:
+        """The capabilities by which the runs are judged."""
+        return self.profile.caps if self.judged_by is None else self.judged_by
+
+
+def unsupported(variant: Variant, target: Target, caps: dict[str, Any]) -> str | None:
+    """Return in words what a case needs and the connector or its settings lack, or None."""
+    missing = variant.case.unmet(caps)
+    if missing is not None:
+        alone = CAPABILITIES.get(missing.strip("()"))
+        return f"the case needs {missing}" + ("" if alone is None else f": {alone.doc}")
+    if variant.case.changes_settings and not target.extra_config_after_restart:
+        return (
+            "the connector's settings declare no [extra_config_after_restart]: options with which"
+            " it may come back over the same store"
+        )
+    return None
 
 
 def make_runs(
@@ -64,11 +86,12 @@ def make_runs(
     With `rests`, connectors get time to store before stored content is asked for.
     """
     profile = target_profile(target, tmp.parent)
-    missing = variant.case.unmet(profile.caps)
+    caps = profile.caps
+    if variant.case.changes_settings:
+        caps = common(caps, target.restarted().declared(target.resolve()))
+    missing = unsupported(variant, target, caps)
     if missing is not None:
-        alone = CAPABILITIES.get(missing.strip("()"))
-        doc = "" if alone is None else f": {alone.doc}"
-        return Runs(profile, refused=(Verdict.UNSUPPORTED, f"the case needs {missing}{doc}"))
+        return Runs(profile, refused=(Verdict.UNSUPPORTED, missing))
 
     # Threads of an earlier run may hold locks, which a fork would keep for ever.
     restarts = rests and process_restart(variant.case.steps) is not None
@@ -80,7 +103,7 @@ def make_runs(
             seed=seed,
             tmp=tmp / folder,
             relation=relation,
-            caps=profile.caps,
+            caps=caps,
             promises=profile.promises,
             afresh=afresh,
             rests=rests,
@@ -112,6 +135,7 @@ def make_runs(
     return Runs(
         profile,
         runs,
+        judged_by=caps,
         unmet=main.unmet,
         harness_error=next(errors, None),
         again=lambda relation: run(relation, f"again-{next(numbers)}"),

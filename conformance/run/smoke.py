@@ -30,6 +30,7 @@ def target_of(settings: Settings) -> Target:
     return Target(
         settings.connector,
         extra_config=settings.extra_config,
+        extra_config_after_restart=settings.extra_config_after_restart,
         role=settings.role,
         capabilities=settings.capabilities,
         stall_seconds=settings.stall_seconds,

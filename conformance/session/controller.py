@@ -107,7 +107,7 @@ class Controller:
                 settings.connector, settings.pythonpath, stand_ins=bool(settings.adapters)
             )
         check_router(settings.router, settings.pythonpath)
-        self.warnings += unmentioned(settings.connector, settings.extra_config, settings.pythonpath)
+        self.warnings += unmentioned(settings.connector, settings.all_options, settings.pythonpath)
         self.spec = spec_for(settings)
         selection = select(self.spec, settings, self.vllm)
         self.collector = Collector(self.spec, settings, selection, self.vllm)

@@ -22,6 +22,7 @@ from kvconform.judge.foreign import ForeignKV, foreign, sentence
 from kvconform.observe.call import Call
 from kvconform.run.calibration import in_its_role, target_profile
 from kvconform.run.runner import run_variant
+from kvconform.run.runs import unsupported
 from kvconform.snapshots.canonical import EncodeError, encode
 from kvconform.snapshots.normalise import Rule, Rules
 from kvconform.snapshots.readback import Stored, read_back
@@ -116,7 +117,7 @@ def record(
     """
     target = in_its_role(target)
     profile = target_profile(target, tmp.parent)
-    if variant.case.unmet(profile.caps) is not None:
+    if unsupported(variant, target, profile.caps) is not None:
         return None
     recorder = Recorder(Rules(rules, str(tmp)), profile.caps)
     with fixed_block_hashes():

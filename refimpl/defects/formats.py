@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 import copy
+from array import array
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.keys import root_key
-from kvconform.refimpl.paging import read_slots, write_slots
+from kvconform.refimpl.keys import digest, request_key, root_key
+from kvconform.refimpl.paging import blocks_first, read_slots, write_slots
 from kvconform.refimpl.plan import Piece, Save
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 EVERY_LAYER = "all"
 
@@ -51,6 +53,50 @@ class AnyCacheDtype(_OneRoot):
 
     def _level(self, config: VllmConfig) -> None:
         config.cache_config.cache_dtype = "auto"
+
+
+class AnyCodec(_OneRoot):
+    """Leaves the codec out of its keys."""
+
+    def _level(self, config: VllmConfig) -> None:
+        """Change nothing: the root is made without the codec."""
+
+
+class AnyBlockSize(ReferenceConnector):
+    """Names chunks by the prompt and their number, and a chunk has as many tokens as a block."""
+
+    def _keys(self, request: Request, keys: list[str], end: int) -> list[str]:
+        root = request_key(self._root, request)
+        prompt = array("q", request.prompt_token_ids or ()).tobytes()
+        for number in range(len(keys), end // self.options.chunk_tokens):
+            keys.append(digest(root, prompt, str(number)).hex())
+        return keys
+
+
+class AnyLayout(ReferenceConnector):
+    """Stores the bytes of a block as they lie in memory; keys do not have their order."""
+
+    def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
+        if self._is_sound(save):
+            for piece in save.pieces:
+                data = self._page(kv_layer, piece).flatten().view(torch.uint8).numpy().tobytes()
+                self._put(epoch, piece.key, layer, data, len(piece.slots))
+
+    def _load_layer(self, piece: Piece, layer: str) -> bool:
+        data = self._get(piece.key, layer)
+        if data is None:
+            return False
+        page = self._page(self._layers[layer], piece, of_memory=True)
+        stored = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(page.dtype)
+        page.copy_(stored.view(page.shape))
+        return True
+
+    def _page(self, layer: torch.Tensor, piece: Piece, *, of_memory: bool = False) -> torch.Tensor:
+        """Return the block of a piece, with its axes in the order of memory; a copy, or a view."""
+        block = blocks_first(layer)[piece.slots[0] // self._block_size]
+        order = sorted(range(block.dim()), key=block.stride, reverse=True)
+        page = block.permute(order)
+        return page if of_memory else page.contiguous()
 
 
 class OneRootForShardsAndStages(_OneRoot):

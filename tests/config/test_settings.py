@@ -288,5 +288,7 @@ def test_a_misspelt_placeholder_is_named(tmp_path: Path) -> None:
     for unclosed in ("{tmp", "{tmp/kv", "{block_size /"):
         with pytest.raises(UsageError, match="lacks its closing brace"):
             load({"extra_config": {"path": unclosed}}, start=tmp_path)
+    with pytest.raises(UsageError, match=r"extra_config_after_restart: there is no placeholder"):
+        load({"extra_config_after_restart": {"path": "{temp}"}}, start=tmp_path)
     template = {"path": "{tmp}/{model}", "size": "{block_size}", "other": "{tmpfs"}
     assert load({"extra_config": template}, start=tmp_path).extra_config == template

@@ -519,6 +519,12 @@ RESTARTED = [{"add": {"req": "a", "prompt": 9}}, {"run": {}}]
             "engines must be .vllm.",
         ),
         ({}, {}, ["reference"], "say what the new engine has otherwise"),
+        ({"layout": "LBNHC"}, {"layout": "LBHNC"}, ["reference"], None),
+        ({"layout": "NHD"}, {}, ["reference"], "LBHNC"),
+        ({"block_size": 8}, {"kernel_block_size": 2}, ["vllm"], None),
+        ({"block_size": 6}, {"kernel_block_size": 4}, ["vllm"], "must divide the blocks"),
+        ({"kernel_block_size": 3}, {}, ["reference"], "must divide the blocks"),
+        ({"layout": "BLHNC"}, {"kernel_block_size": 2}, ["reference"], "LBHNC or LBNHC"),
     ],
 )
 def test_what_a_restart_may_change(
@@ -533,6 +539,14 @@ def test_what_a_restart_may_change(
     stages = how.get("pipeline_parallel", 1)
     assert made.stages == stages
     assert ("pipeline_parallel" in made.needs_expr.source) == (stages > 1)
+
+
+def test_a_prompt_has_to_fit_the_blocks_after_a_restart() -> None:
+    fields: dict[str, Any] = {"config": {"num_blocks": 4, "block_size": 8}}
+    more = {"add": {"req": "b", "prompt": 13}}
+    case(steps=[*RESTARTED, {"restart": {"layout": "LBNHC"}}, more], **fields)
+    with pytest.raises(ValueError, match="there is room for 12"):
+        case(steps=[*RESTARTED, {"restart": {"block_size": 4}}, more], **fields)
 
 
 def test_a_case_has_one_restart_in_another_process() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvconform.contract.events import block_size_at
 from kvconform.contract.requirement import Requirement
 from kvconform.judge.evaluate import evaluate, monitor_for
 from kvconform.judge.monitor import KEPT, Monitor
@@ -36,6 +37,37 @@ def reported(req: str = "a", direction: str = "send", **more: Any) -> Event:
         "rank": 0,
         **more,
     }
+
+
+def test_a_restart_changes_constants_of_the_run() -> None:
+    """Each event is judged, and each violation worded, by the block size of its engine."""
+    whole = requirement(event="lookup", always="e.local % cfg.block_size == 0")
+    start = {"kind": "run.start", "block_size": 4, "hash_size": 4}
+    trace = [
+        start,
+        {"kind": "lookup", "local": 4},
+        {"kind": "lookup", "local": 6},
+        {"kind": "run.changed", "block_size": 6, "hash_size": 6},
+        {"kind": "lookup", "local": 6},
+        {"kind": "lookup", "local": 4},
+    ]
+    numbered: list[Event] = [{"seq": seq, "step": 0, **e} for seq, e in enumerate(trace)]
+    found = evaluate([whole], numbered, cfg=start)["x.y"]
+    assert [each.seq for each in found.violations] == [2, 5]
+    assert start["block_size"] == 4
+    assert [block_size_at(numbered, seq) for seq in (0, 2, 3, 5)] == [4, 4, 6, 6]
+
+
+def test_the_check_of_a_violation_is_worded_with_the_constants_of_its_time() -> None:
+    check = requirement(
+        event="lookup", always="cfg.block_size == 8 or e.local % cfg.block_size == 0"
+    )
+    start = {"kind": "run.start", "block_size": 4, "hash_size": 4}
+    changed = {"kind": "run.changed", "block_size": 8, "hash_size": 8}
+    events = [start, {"kind": "lookup", "local": 6}, changed]
+    trace = [{"seq": seq, "step": 0, **event} for seq, event in enumerate(events)]
+    (violation,) = evaluate([check], trace, cfg=start)["x.y"].violations
+    assert "is false" in violation.message and "e.local=6" in violation.message
 
 
 def test_always_and_never() -> None:
