@@ -199,6 +199,11 @@ FORMATS: tuple[tuple[Data, Data], ...] = (
     ({"dtype": "float16"}, {"cache_dtype": "bfloat16"}),
 )
 """What an engine has before and after a restart over the same store."""
+BACKENDS: tuple[tuple[Data, Data], ...] = (
+    ({"layout": "LBHNC"}, {"layout": "LBNHC"}),
+    ({"layout": "LBNHC"}, {"layout": "BLHNC"}),
+)
+"""The same of an attention backend. Others split blocks (`_formats`)."""
 MODELS = ("kvconform/other-model", "somebody-else/tiny-model")
 """Models of the engine after a restart; the store is the same."""
 
@@ -316,7 +321,7 @@ def one(
     elif restart is not None and dice.one_in(12):
         restart["restart"] = {"model": dice.pick(MODELS)}
     elif restart is not None and dice.one_in(6):
-        before, after = dice.pick(FORMATS)
+        before, after = dice.pick(_formats(block, extra))
         extra |= before
         restart["restart"] = {**after}
     if extra.get("multi") == ["self"]:
@@ -394,6 +399,14 @@ def _layers(dice: Dice, engine: str, drafts: int, groups: list[str]) -> Data:
     if len(groups) < 2 and dice.one_in(8):
         found["layers"] = dice.pick([[0, 2, 3], [1, 4]])
     return found
+
+
+def _formats(block: int, extra: Data) -> list[tuple[Data, Data]]:
+    """Return what an engine may have before and after a restart, with blocks of `block` tokens."""
+    found = [*FORMATS, ({}, {"block_size": 2 * block}), ({}, {"block_size": 3 * block})]
+    if "kernel_block_size" in extra:
+        return found
+    return [*found, *BACKENDS, ({}, {"kernel_block_size": block // 2})]
 
 
 def _is_split(config: Data, extra: Data) -> bool:

@@ -115,6 +115,7 @@ def test_every_step_and_property_of_a_request_is_drawn() -> None:
     assert fields == set(Add.model_fields)
     changes = {tuple(step["restart"]) for step in steps if isinstance(step.get("restart"), dict)}
     assert ("tensor_parallel", "pipeline_parallel") in changes
+    assert {("layout",), ("block_size",), ("kernel_block_size",)} <= changes
 
 
 def test_layouts_ranks_and_groups_that_few_models_have() -> None:
