@@ -46,6 +46,10 @@ class Setup(BaseModel):
     catalogue: str | None = None
     file: str | None = Field(default=None, description="settings, relative to the repository")
     extra_config: dict[str, Any] = {}
+    extra_config_after_restart: dict[str, Any] = {}
+    cases: list[str] = Field(
+        default=[], description="ids, areas or globs of the only cases to run; default: all"
+    )
     capabilities: dict[str, Any] = {}
     engine: Literal["all", "reference", "vllm"] = "all"
     scheduling: Literal["all", "sync", "async"] = "all"
@@ -116,7 +120,7 @@ def settings_of(subject: Subject, setup: Setup, root: Path, cases: Sequence[str]
         "scheduling": setup.scheduling,
         "workers": 1,
         "half": setup.half,
-        "select": list(cases),
+        "select": list(cases or setup.cases),
     }
     if setup.slow != "all":
         given["slow"] = setup.slow
@@ -124,6 +128,10 @@ def settings_of(subject: Subject, setup: Setup, root: Path, cases: Sequence[str]
     # Settings that lie around in the working directory are another connector's.
     found = load(given, file=file, start=Path("/"))
     found.extra_config = {**found.extra_config, **setup.extra_config}
+    found.extra_config_after_restart = {
+        **found.extra_config_after_restart,
+        **setup.extra_config_after_restart,
+    }
     found.capabilities = {**found.capabilities, **setup.capabilities}
     return found
 

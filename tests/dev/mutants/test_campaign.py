@@ -190,6 +190,14 @@ def test_subjects_declare_what_they_promise(name: str) -> None:
         assert {"store", "saves", "async_load", "transfer"} <= set(settings.capabilities), setup.id
 
 
+def test_a_configuration_may_have_few_cases_and_options_after_a_restart() -> None:
+    setup = Setup(id="s", cases=["identity.*"], extra_config_after_restart={"codec": "int8"})
+    reference = subjects()["reference"]
+    found = settings_of(reference, setup, ROOT)
+    assert (found.select, found.extra_config_after_restart) == (["identity.*"], {"codec": "int8"})
+    assert settings_of(reference, setup, ROOT, ["groups"]).select == ["groups"]
+
+
 def test_modules_are_found_without_being_imported() -> None:
     subject = subjects()["reference"]
     assert path_of("kvconform.refimpl.keys", subject, ROOT).name == "keys.py"
