@@ -11,6 +11,7 @@ from typing import Any
 from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backends import utils
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -66,6 +67,15 @@ def make_latent(config: Any) -> None:
     config.model_config.model_arch_config.is_deepseek_mla = True
 
 
+def make_local(config: Any, chunk: int) -> None:
+    """Let some layers of the model in `config` attend to chunks of so many tokens, as Llama 4's.
+
+    Changes `config`.
+    """
+    model = config.model_config
+    model.attention_chunk_size = model.hf_text_config.attention_chunk_size = chunk
+
+
 def make_mtp(config: Any) -> None:
     """Let the drafter of `config` be layers of the model that predict later tokens (MTP).
 
@@ -104,6 +114,8 @@ def _spec(group: Group, head_dim: int, heads: int, dtype: torch.dtype) -> Any:
         return MLAAttentionSpec(**{**shape, "head_size": 2 * head_dim})
     if group.window is None:
         return FullAttentionSpec(**shape)
+    if group.kind == "local":
+        return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=group.window)
     return SlidingWindowSpec(**shape, sliding_window=group.window)
 
 

@@ -57,7 +57,7 @@ Slow = Literal["compute", "transfers"]
 """Streams of a device that can be slow."""
 SLOW: tuple[Slow, ...] = ("compute", "transfers")
 
-GroupKind = Literal["full", "sliding", "wide", "private", "latent", "state"]
+GroupKind = Literal["full", "sliding", "wide", "local", "private", "latent", "state"]
 Engine = Literal["reference", "vllm", "live"]
 Scheduling = Literal["sync", "async"]
 Runner = Literal["v1", "v2"]
@@ -156,7 +156,7 @@ class Config(Model):
         description="the last layer is the drafter's (MTP), whose number is num_hidden_layers",
     )
     window: PositiveInt = Field(
-        default=8, description="tokens that layers with a sliding window attend to"
+        default=8, description="tokens in a sliding window, or in a chunk of local attention"
     )
     stats: bool = Field(default=False, description="the engine keeps statistics (log_stats)")
     kernel_block_size: PositiveInt | None = Field(
@@ -462,6 +462,19 @@ class Case(Model):
         if len(self.config.groups) < 2 or any(each % unit for each in every):
             raise ValueError(
                 "config: prefix_match_unit needs several groups, and must divide the block size"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _local_chunks(self) -> Case:
+        config = self.config
+        sizes = self.matrix.block_size or [config.block_size]
+        if "local" in config.groups and (
+            "wide" in config.groups or config.drafter or any(config.window % each for each in sizes)
+        ):
+            raise ValueError(
+                "config: a local group needs blocks of one size, a window of whole blocks,"
+                " and no drafter"
             )
         return self
 

@@ -488,8 +488,8 @@ _kind(
     "req:str generation:int transfer:str? local:int claimed:int? external:int is_async:bool "
     "blocks:list shared_blocks:list second_call:bool computed:int tables:list unfilled:list?",
     "update_state_after_alloc was called: the grant. tables = per KV cache group: tokens per "
-    "block, window (0: none), block ids. unfilled = shared blocks whose load failed and that "
-    "have not been computed since.",
+    "block, window of the next token (0: none), block ids. unfilled = shared blocks whose load "
+    "failed and that have not been computed since.",
 )
 _kind(
     "step.scheduled",

@@ -188,6 +188,8 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
         groups.make_latent(config)
     if "state" in settings.groups:
         groups.make_recurrent(config)
+    if "local" in settings.groups:
+        groups.make_local(config, settings.window)
     if settings.prefix_match_unit is not None:
         config.cache_config.prefix_match_unit = settings.prefix_match_unit
     if hasattr(config.cache_config, "prefix_cache_retention_interval"):

@@ -145,6 +145,7 @@ THEMES = (
 GROUPS = (
     ["full", "sliding"],
     ["full", "wide"],
+    ["full", "local"],
     ["full", "state"],
     ["full", "private"],
     ["full", "sliding", "state"],
@@ -254,7 +255,7 @@ def one(
             drafts = 0
         config = _config(dice, block, drafts)
         relations = list(dice.pick(RELATIONS))
-    extra = _special(dice, theme, engine)
+    extra = _special(dice, theme, engine, block)
     if drafts and "state" in extra.get("groups", ()):
         # The tiny model keeps no states of drafts that may be rejected (num_speculative_blocks).
         extra["groups"] = ["full", "sliding"]
@@ -367,7 +368,7 @@ RETENTION = 32
 """Tokens between the states and windows that are kept: a multiple of all sizes of blocks."""
 
 
-def _special(dice: Dice, theme: str, engine: str) -> Data:
+def _special(dice: Dice, theme: str, engine: str, block: int) -> Data:
     """Draw what the theme adds to the configuration."""
     extra: dict[str, Any] = {}
     if theme == "failing" and dice.one_in(3):
@@ -378,6 +379,8 @@ def _special(dice: Dice, theme: str, engine: str) -> Data:
         extra["groups"] = list(dice.pick(GROUPS)) if engine == "vllm" else ["latent"]
         if {"sliding", "wide"} & set(extra["groups"]):
             extra["window"] = dice.pick([5, 6, 8, 11])
+        if "local" in extra["groups"]:
+            extra["window"] = block * dice.pick([2, 3, 5])
         if {"sliding", "wide", "state"} & set(extra["groups"]):
             # The prefix cache keeps few of the windows and states, all of them, or one in so many.
             extra["retention_interval"] = dice.pick([0, 0, None, RETENTION])
@@ -394,7 +397,8 @@ def _special(dice: Dice, theme: str, engine: str) -> Data:
 def _layers(dice: Dice, engine: str, drafts: int, groups: list[str]) -> Data:
     """Draw which layers have KV: the drafter's too, or not all of the model's."""
     found: Data = {}
-    if drafts and engine == "vllm" and dice.one_in(3) and not {"state", "private"} & set(groups):
+    fits = engine == "vllm" and not {"state", "private", "local"} & set(groups)
+    if drafts and fits and dice.one_in(3):
         found["drafter"] = True
     if len(groups) < 2 and dice.one_in(8):
         found["layers"] = dice.pick([[0, 2, 3], [1, 4]])

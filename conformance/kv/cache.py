@@ -10,6 +10,8 @@ layers of different groups are on the same bytes, as vLLM allocates them. Layers
               entries in the table are null (block 0) from then on
     wide      are as sliding, with half the heads and twice the tokens per block, so that the pages
               of all groups have one size
+    local     attend to the chunk of `window` tokens that they are in; blocks of earlier chunks are
+              freed as those that leave a window
     latent    are as full, but a token has one vector, no K and V, and there is one head (MLA)
     state     are recurrent (Mamba): a block holds one state, the one after the last computed token
               of those that the block is for
@@ -37,8 +39,9 @@ from kvconform.kv.content import ALL, Content, Index, part_of
 class Group:
     """One KV cache group.
 
-    `layers`: their numbers. `block_size`: tokens per block. `heads`: KV heads. `window`: in tokens;
-    None: unlimited. `transfer`: whether its KV is transferred.
+    `layers`: their numbers. `block_size`: tokens per block. `heads`: KV heads. `window`: in tokens,
+    of local attention the length of a chunk; None: unlimited. `transfer`: whether its KV is
+    transferred.
     """
 
     kind: GroupKind
@@ -58,9 +61,16 @@ class Group:
         """Whether the first half of a row is keys that depend on their positions."""
         return self.kind not in ("latent", "state")
 
+    def reach(self, start: int) -> int | None:
+        """Return how many tokens one at `start` attends to, itself included; None: unlimited."""
+        if self.kind == "local" and self.window is not None:
+            return start % self.window + 1
+        return self.window
+
     def first_read(self, start: int) -> int:
         """Return the first position that a token at `start` attends to."""
-        return 0 if self.window is None else max(0, start - self.window + 1)
+        reach = self.reach(start)
+        return 0 if reach is None else max(0, start - reach + 1)
 
 
 def groups_of(
@@ -88,7 +98,7 @@ def _group_of_layer(kind: GroupKind, layer: int, block_size: int, heads: int, wi
         return Group(kind, (layer,), block_size, heads=1, window=2)
     if kind == "wide":
         return Group(kind, (layer,), 2 * block_size, heads // 2, window)
-    if kind == "sliding":
+    if kind in ("sliding", "local"):
         return Group(kind, (layer,), block_size, heads, window)
     return Group(kind, (layer,), block_size, heads, transfer=kind != "private")
 

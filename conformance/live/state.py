@@ -260,11 +260,14 @@ def shape_of(config: Any) -> Shape:
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
         window = getattr(spec, "sliding_window", None)
+        local = "ChunkedLocal" in type(spec).__name__
         layers = tuple(range(len(names), len(names) + len(group.layer_names)))
         names += group.layer_names
         transfer = bool(getattr(group, "enable_kv_transfer", True))
         kind: GroupKind
-        if window:
+        if local:
+            kind, window = "local", spec.attention_chunk_size
+        elif window:
             kind = "sliding"
         elif "Mamba" in type(spec).__name__:
             kind = "state"

@@ -253,7 +253,7 @@ class Observer:
             shared_blocks=self._held_before(request, local),
             second_call=second_call,
             computed=request.num_computed_tokens,
-            tables=self._tables(tables),
+            tables=self._tables(tables, local + external),
         )
         if transfer is not None:
             positions = (local, local + external)
@@ -319,11 +319,14 @@ class Observer:
             for position in range(start, start + granted)
         )
 
-    def _tables(self, tables: Iterable[Sequence[int]]) -> list[list[Any]]:
-        """Return per group: tokens per block, tokens in the window (0: unlimited), block ids."""
+    def _tables(self, tables: Iterable[Sequence[int]], end: int) -> list[list[Any]]:
+        """Return per group: tokens per block, tokens in the window (0: unlimited), block ids.
+
+        The window is that of the token at `end`, itself included.
+        """
         groups = self._loads.shape.groups
         return [
-            [group.block_size, group.window or 0, list(table)]
+            [group.block_size, group.reach(end) or 0, list(table)]
             for group, table in zip(groups, tables, strict=False)
         ]
 
@@ -416,7 +419,7 @@ class Observer:
             blocks=list(tables[0]) if tables else [],
             delayed=delayed,
             final=min(self.view.valid_end(req), request.num_tokens),
-            tables=self._tables(tables),
+            tables=self._tables(tables, request.num_computed_tokens),
             hook=call.hook,
         )
         if delayed:

@@ -66,6 +66,35 @@ class IgnoresTheWindow(ReferenceConnector):
         super().__init__(vllm_config, role, kv_cache_config)
 
 
+class TakesAChunkForABlock(HybridConnector):
+    """Loads one block for a layer with local attention: the last one of the chunk."""
+
+    def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
+        return _last_of_local(super()._plan_load(tracked, granted, is_async), 1)
+
+
+class TakesAChunkForAWindow(HybridConnector):
+    """Loads as much for a layer with local attention as for a sliding window of the same length.
+
+    The table has null blocks for what belongs to the chunk before.
+    """
+
+    def _inside(self, share: Share) -> Share:
+        return share if share.part.local else super()._inside(share)
+
+    def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
+        load = super()._plan_load(tracked, granted, is_async)
+        windows = [part.window or 0 for part in self._parts if part.local]
+        return _last_of_local(load, -(-max(windows, default=0) // self.options.chunk_tokens))
+
+
+def _last_of_local(load: Load, count: int) -> Load:
+    """Return the load with the last `count` pieces of layers with local attention only."""
+    local = [each for each in load.pieces if isinstance(each, Share) and each.part.local]
+    left_out = {each.key for each in local[:-count]}
+    return replace(load, pieces=tuple(each for each in load.pieces if each.key not in left_out))
+
+
 class SavesTheWindowAgain(Plain):
     """Saves all of a request's table in every step, and not each block once.
 

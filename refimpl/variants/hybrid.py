@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, SupportsHMA
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
 
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.paging import NULL_BLOCK
@@ -40,13 +40,15 @@ class Part:
     """A group that is transferred: its number, tokens per block, and window in tokens.
 
     `window` is None for full attention. `recurrent`: a block holds one state, after its last token,
-    and the table has blocks only where a state was kept.
+    and the table has blocks only where a state was kept. `local`: the windows are chunks that begin
+    at the multiples of `window`.
     """
 
     number: int
     block_size: int
     window: int | None
     recurrent: bool = False
+    local: bool = False
 
     def key(self, chunk: str) -> str:
         """Return the key of this group's share of a chunk."""
@@ -60,6 +62,8 @@ class Part:
         if self.window is None:
             return 0
         skipped = max(0, end - self.window + 1)
+        if self.local:
+            skipped = end // self.window * self.window
         return skipped // self.block_size * self.block_size
 
 
@@ -281,7 +285,10 @@ def _part(number: int, spec: Any, ranks: int) -> Part:
     recurrent = isinstance(spec, MambaSpec)
     # A recurrent layer needs the state before a token: a window of two.
     window = 2 if recurrent else getattr(spec, "sliding_window", None)
-    return Part(number, spec.block_size * ranks, window, recurrent)
+    local = isinstance(spec, ChunkedLocalAttentionSpec)
+    if local:
+        window = spec.attention_chunk_size
+    return Part(number, spec.block_size * ranks, window, recurrent, local)
 
 
 def _copied(tables: Iterable[Sequence[int]]) -> list[list[int]]:

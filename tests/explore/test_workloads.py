@@ -133,6 +133,7 @@ def test_layouts_ranks_and_groups_that_few_models_have() -> None:
     assert len(models) == 2
     assert sum(config.get("context_parallel") == 4 for config in configs) > 5
     assert sum(config.get("groups") == ["sliding"] for config in configs) > 5
+    assert sum("local" in config.get("groups", ()) for config in configs) > 5
     assert any("drafter" in config and len(config.get("groups", ())) > 1 for config in configs)
     assert not any(
         "state" in config.get("groups", ()) and config.get("spec_tokens") for config in configs

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager
 
 from access_rig import foreign
 from kvconform.config.target import Target
@@ -97,6 +98,23 @@ def test_a_grant_wants_nothing_before_the_window_and_nothing_of_a_group_that_is_
     assert grant.missing() == [] and grant.kept_back == {6, 7, 8, 9}
 
 
+def test_a_chunk_of_local_attention_begins_where_vllm_lets_it_begin() -> None:
+    manager = ChunkedLocalAttentionManager.__new__(ChunkedLocalAttentionManager)
+    manager.attention_chunk_size = 12
+    [_, local] = groups_of(["full", "local"], layers=2, block_size=4, heads=2, window=12)
+    for start in range(40):
+        assert local.first_read(start) == manager.get_num_skipped_tokens(start)
+    assert [local.reach(start) for start in (0, 11, 12, 14)] == [1, 12, 1, 3]
+
+
+def test_a_grant_with_local_attention_wants_the_blocks_of_the_last_chunk() -> None:
+    groups = groups_of(["full", "local"], layers=2, block_size=4, heads=2, window=8)
+    grant = Grant("t", "a", 0, 0, 13, False, [[1, 2, 3, 4], [0, 0, 5, 6]], groups)
+    assert grant.blocks == {1, 2, 3, 4, 5, 6}
+    grant.written[0] = True
+    assert grant.missing() == list(range(8, 13))
+
+
 def test_a_grant_with_one_group_wants_every_position() -> None:
     grant = Grant(
         "t",
@@ -175,6 +193,9 @@ def test_a_connector_may_refuse_a_window(tmp_path: Path) -> None:
     [
         {"block_size": 10, "kernel_block_size": 4},
         {"groups": ["full", "sliding"], "kernel_block_size": 2},
+        {"groups": ["full", "local"], "window": 6},
+        {"groups": ["full", "local", "wide"]},
+        {"groups": ["full", "local"], "drafter": True, "spec_tokens": 2},
         {"layout": "BLHNC", "kernel_block_size": 2},
         {"drafter": True},
         {"layers": [2, 0]},
@@ -204,7 +225,7 @@ def test_vllm_does_not_start_one_that_claims_otherwise(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("groups", [["sliding", "full"], ["full", "latent"], ["wide"]])
+@pytest.mark.parametrize("groups", [["sliding", "full"], ["full", "latent"], ["wide"], ["local"]])
 def test_groups_that_no_engine_has_are_no_case(groups: list[str]) -> None:
     case = SPEC.cases["groups.reload"].model_dump(exclude_unset=True, by_alias=True)
     with pytest.raises(ValidationError, match="config: (with several groups|a single group)"):
