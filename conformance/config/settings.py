@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
 from kvconform.adapters import registry as adapters
 from kvconform.config import catalogue as named
@@ -89,6 +89,11 @@ class Settings(BaseModel):
         default=None,
         description="package.module:Class that makes the kv_transfer_params of a producer's and a "
         "consumer's requests, in place of vLLM's example proxies (docs/guide-connector-authors.md)",
+    )
+    request_params: dict[str, JsonValue] = Field(
+        default={},
+        description="kv_transfer_params of each request, unless its case sends others or hands it "
+        "over (engines reference and vllm)",
     )
     half: Literal["both", "scheduler"] = Field(
         default="both", description="scheduler: judge the scheduler half alone"

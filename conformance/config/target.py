@@ -31,6 +31,7 @@ class Target:
     - `device`: where the KV cache is.
     - `adapters`: in force wherever the connector runs.
     - `router`: `package.module:Class` that makes the parameters of transfers, or None for vLLM's.
+    - `request_params`: the kv_transfer_params of requests for which a case has none.
     - `hash_seed`: PYTHONHASHSEED of every interpreter, as the settings prescribe it, or None.
     """
 
@@ -43,6 +44,7 @@ class Target:
     device: Device = "cpu"
     adapters: tuple[str, ...] = ()
     router: str | None = None
+    request_params: dict[str, Any] = field(default_factory=dict)
     hash_seed: str | None = None
     extra_config_after_restart: dict[str, Any] = field(default_factory=dict)
 

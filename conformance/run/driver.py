@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -342,7 +343,8 @@ class Driver:
         """Return the kv_transfer_params of a request that is added."""
         handing_over = self._asking_for_transfer(add) if add.hand_over else {}
         forbidding = {self.state.caps["skip_save"]: True} if add.skip_save else {}
-        return {**add.params, **forbidding, **handing_over} or None
+        own = {**add.params, **handing_over} or deepcopy(self.target.request_params)
+        return {**own, **forbidding} or None
 
     def _asking_for_transfer(self, add: Add) -> dict[str, Any]:
         """Return the parameters with which the router asks that a request is handed over."""

@@ -38,6 +38,7 @@ def target_of(settings: Settings) -> Target:
         device=settings.target_device,
         adapters=tuple(settings.adapters),
         router=settings.router,
+        request_params=settings.request_params,
         hash_seed=seed if seed.isdigit() else None,
     )
 

@@ -35,8 +35,8 @@ No operator makes a connector depend on the seed of Python's hashes, so mutants 
 class Setup(BaseModel):
     """One configuration of a subject. The capabilities are declared: nothing is inferred away.
 
-    `catalogue` or `file` name settings that `extra_config` and `capabilities` add to. `connector`:
-    another class of the subject's modules than the subject's own.
+    `catalogue` or `file` name settings that `extra_config`, `request_params` and `capabilities` add
+    to. `connector`: another class of the subject's modules than the subject's own.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -50,6 +50,7 @@ class Setup(BaseModel):
     cases: list[str] = Field(
         default=[], description="ids, areas or globs of the only cases to run; default: all"
     )
+    request_params: dict[str, Any] = {}
     capabilities: dict[str, Any] = {}
     engine: Literal["all", "reference", "vllm"] = "all"
     scheduling: Literal["all", "sync", "async"] = "all"
@@ -132,6 +133,7 @@ def settings_of(subject: Subject, setup: Setup, root: Path, cases: Sequence[str]
         **found.extra_config_after_restart,
         **setup.extra_config_after_restart,
     }
+    found.request_params = {**found.request_params, **setup.request_params}
     found.capabilities = {**found.capabilities, **setup.capabilities}
     return found
 
