@@ -280,11 +280,15 @@ class RedisStoreConnector(KVConnectorBase_V1):
     # ------------------------------------------------------------------- worker half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Keep each layer as a view with one row of kernel blocks per block of the scheduler."""
+        """Keep each layer as a view [blocks of the scheduler, heads, kernel blocks, ...].
+
+        A block's bytes are then the same whatever the size of kernel blocks.
+        """
         blocks = self._kv_cache_config.num_blocks
         for name in sorted(kv_caches):
             cache = kv_caches[name]
-            self._layers.append(cache.unflatten(0, (blocks, cache.shape[0] // blocks)))
+            rows = cache.unflatten(0, (blocks, cache.shape[0] // blocks))
+            self._layers.append(rows.movedim(1, -3))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load what this step's forward pass needs, and note the blocks that Redis has lost."""

@@ -282,7 +282,7 @@ class SeveralGroupsConnector(KVConnectorBase_V1, SupportsHMA):
         """Keep a view of each layer whose first dimension is the block."""
         num_blocks = self._kv_cache_config.num_blocks
         self._layers = [
-            {name: group_kernel_blocks(kv_caches[name], num_blocks) for name in group.layer_names}
+            {name: blocks_of(kv_caches[name], num_blocks) for name in group.layer_names}
             for group in self._kv_cache_config.kv_cache_groups
         ]
 
@@ -292,7 +292,8 @@ class SeveralGroupsConnector(KVConnectorBase_V1, SupportsHMA):
         for copy in meta.loads:
             tensors = load_file(file_of(meta.folder, self._rank, copy.group, copy.key))
             for name, layer in self._layers[copy.group].items():
-                layer[copy.block_id].copy_(tensors[name])
+                block = layer[copy.block_id]
+                block.copy_(tensors[name].view(block.shape))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: all layers are loaded before the forward pass."""
@@ -331,6 +332,16 @@ class SeveralGroupsConnector(KVConnectorBase_V1, SupportsHMA):
             blocks = {name: dense_copy(layer[copy.block_id]) for name, layer in layers.items()}
             save_file(blocks, part)
             part.replace(path)
+
+
+def blocks_of(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """View a layer with the engine's blocks first, each with its tokens in their order.
+
+    Attention may work on parts of a block: then [blocks, parts, heads, tokens, values] becomes
+    [blocks, heads, parts, tokens, values], whose bytes are those of a whole block.
+    """
+    grouped = group_kernel_blocks(cache, num_blocks)
+    return grouped if grouped.dim() == cache.dim() else grouped.movedim(1, -3)
 
 
 def dense_copy(block: torch.Tensor) -> torch.Tensor:

@@ -96,6 +96,16 @@ class Tracked:
     outdated: bool = False
 
 
+def blocks_of(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """View a layer with the engine's blocks first, each with its tokens in their order.
+
+    Attention may work on parts of a block: then [blocks, parts, heads, tokens, values] becomes
+    [blocks, heads, parts, tokens, values], whose bytes are those of a whole block.
+    """
+    grouped = group_kernel_blocks(cache, num_blocks)
+    return grouped if grouped.dim() == cache.dim() else grouped.movedim(1, -3)
+
+
 class SqliteStoreConnector(KVConnectorBase_V1):
     """Stores the KV of prompts and answers block by block in `path`, an SQLite file."""
 
@@ -295,7 +305,7 @@ class SqliteStoreConnector(KVConnectorBase_V1):
         """Keep a view of each layer's cache whose first dimension is the engine's blocks."""
         names = self._kv_cache_config.kv_cache_groups[0].layer_names
         self._layers = [
-            group_kernel_blocks(kv_caches[name], self._kv_cache_config.num_blocks)
+            blocks_of(kv_caches[name], self._kv_cache_config.num_blocks)
             for name in names
             if name in kv_caches
         ]
