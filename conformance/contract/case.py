@@ -220,7 +220,7 @@ class Config(Model):
 
 
 class EngineConfig(Config):
-    """Configuration of one of several engines, with a role of its own."""
+    """Configuration of one of several engines of a run, whose id ends with its name."""
 
     name: str
 

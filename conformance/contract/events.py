@@ -252,6 +252,20 @@ _kind(
     "Identical rounds have ended, and what the holders hold was compared.",
 )
 _kind(
+    "restart.grown",
+    "harness",
+    "what:str numbers:list",
+    "Each engine that was shut down leaves more of this in the process; numbers = after each "
+    "shutdown: descriptors since the run began, tensors of all ended engines.",
+)
+_kind(
+    "restart.compared",
+    "harness",
+    "restarts:int checked:list",
+    "Several engines were shut down one after the other, and what they left was compared; "
+    "checked = what could be counted on this system.",
+)
+_kind(
     "case.expectation",
     "harness",
     "what:str holds:bool detail:str?",

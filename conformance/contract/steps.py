@@ -546,14 +546,17 @@ class Otherwise(Model):
 class RestartStep(BaseStep):
     """Shut the connector's halves down, and build new ones over the same store.
 
-    `engine`: in the same process. `process`: in another one, which is forked and so has the same
-    hash seed and addresses. `interpreter`: the first part runs in a fresh interpreter with another
-    hash seed; vLLM's block hashes stay the same. `{context_parallel: 4}`, `{dtype: float16}`,
-    `{model: other/model}`: as `process`, and with another configuration. `settings`: as `process`,
-    and with the connector's options for it (the setting `extra_config_after_restart`).
+    `engine`: in the same process. `another-engine`: as `engine`, and the new one has another engine
+    id, as engines do that are configured without one. If a case has three restarts of these two
+    kinds, what each shutdown leaves in the process is compared. `process`: in another process,
+    which is forked and so has the same hash seed and addresses. `interpreter`: the first part runs
+    in a fresh interpreter with another hash seed; vLLM's block hashes stay the same.
+    `{context_parallel: 4}`, `{dtype: float16}`, `{model: other/model}`: as `process`, and with
+    another configuration. `settings`: as `process`, and with the connector's options for it (the
+    setting `extra_config_after_restart`).
     """
 
-    restart: Literal["engine", "process", "interpreter", "settings"] | Otherwise
+    restart: Literal["engine", "another-engine", "process", "interpreter", "settings"] | Otherwise
 
 
 class ShutdownStep(BaseStep):
@@ -736,7 +739,7 @@ UNREPEATABLE = ("soak", "restart", "shutdown", "damage", "continue")
 
 def restarts_process(step: Step) -> bool:
     """Return whether what follows the step runs in another process than what is before it."""
-    return step.op == "restart" and step.arg != "engine"
+    return step.op == "restart" and step.arg not in ("engine", "another-engine")
 
 
 def forks(step: Step) -> bool:

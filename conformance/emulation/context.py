@@ -52,6 +52,11 @@ class Emulation:
             self.memory.mark(tensor, Kind.DEVICE)
         return tensor
 
+    def release(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Undo `to_device`: keep the storages of these tensors alive no longer."""
+        with self.raw():
+            self.memory.unmark(tensors)
+
     def launch(self, function: Callable[[], object]) -> None:
         """Queue a function on the compute stream.
 

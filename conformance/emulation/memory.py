@@ -151,6 +151,13 @@ class Memory:
         if storage.nbytes() and storage.data_ptr() not in self.blocks:
             self._enter(Block(kind, torch.empty(0, dtype=torch.uint8).set_(storage), None))
 
+    def unmark(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Undo `mark`."""
+        with self.machine.lock:
+            for start in {tensor.untyped_storage().data_ptr() for tensor in tensors}:
+                if start in self.blocks:
+                    self._forget(self.blocks[start])
+
     def register(self, pointer: int, nbytes: int) -> None:
         """Pin memory by address, as cudaHostRegister does.
 

@@ -164,6 +164,19 @@ def soaked(dice: Dice, block: int) -> Scene:
     return Scene([*steps, {"soak": {"rounds": 4}}], length + block + 5, {"budget": 64})
 
 
+def engines_in_turn(dice: Dice, block: int) -> Scene:
+    """Let engines follow each other in one process: what they leave there must not grow."""
+    length = dice.number(1, 3) * block + dice.pick([0, 1])
+    restart: Data = {"restart": dice.pick(["engine", "another-engine", "another-engine"])}
+    event, after = dice.pick(["abort", "preempt", None]), dice.number(1, 3)
+    steps: list[Data] = []
+    for name in "abc":
+        steps.append(_add(name, {"same": "a"} if steps else length, 5))
+        steps += [{"step": after}, LAND, {event: name}] if event else []
+        steps += [RUN, restart]
+    return Scene([*steps, _add("d", {"same": "a"}, 2), RUN], length + 5, {"budget": 64})
+
+
 def with_grammar(dice: Dice, block: int) -> Scene:
     """Let requests that repeat a stored prompt wait for their grammars, and abort one of them."""
     length = dice.number(1, 3) * block + dice.pick([0, 1, 2])
@@ -249,6 +262,7 @@ SCENES = (
     Kind(ends_while_saving),
     Kind(session, ("vllm",)),
     Kind(soaked),
+    Kind(engines_in_turn),
     Kind(with_grammar, ("vllm",)),
     Kind(damaged),
     Kind(forbidden),

@@ -478,6 +478,7 @@ SHOWN = {
     "profile.repaired",
     "store.damaged",
     "soak.grown",
+    "restart.grown",
     "case.expectation",
 }
 """Kinds of events that an excerpt shows, if they concern its request or no request."""

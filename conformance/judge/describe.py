@@ -270,6 +270,13 @@ def _grown(e: Event) -> str:
     return f"the {e['holder']} {where} {e['place']} after each third of identical rounds: {numbers}"
 
 
+def _left(e: Event) -> str:
+    numbers = ", ".join(map(str, e["numbers"]))
+    return (
+        f"engines that were shut down one after the other left more and more {e['what']}: {numbers}"
+    )
+
+
 def _alloc(e: Event) -> str:
     tables = e.get("tables", ())
     if len(tables) < 2:
@@ -701,6 +708,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "profile.expectation": _promise,
     "profile.repaired": _repaired,
     "soak.grown": _grown,
+    "restart.grown": _left,
     "alloc": _alloc,
     "run.end": _end,
     "live.tokens": _tokens,
@@ -896,6 +904,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "cache.reset": ("phase",),
     "profile.expectation": ("what", "resumed", "restarted", "across"),
     "soak.grown": ("holder", "place"),
+    "restart.grown": ("what",),
     "case.expectation": ("what",),
     "engine.api": ("item",),
     "api": ("item",),

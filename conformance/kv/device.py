@@ -9,7 +9,7 @@ gives wrong bytes every time, and not once in a week.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -41,6 +41,9 @@ class Timeline(Protocol):
 
     def allocate(self, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a tensor [elements] of zeros in the device's memory."""
+
+    def release(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Do all work that is queued, and keep no reference to these tensors of `allocate`."""
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """Return a host tensor on the cache's device. The host waits for nothing."""
@@ -128,6 +131,9 @@ class Unobserved:
     lacks = None
     overlaps = False
     shows_waits = False
+
+    def release(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Do nothing: the device has no reference to them."""
 
     def copies(self) -> Callable[[], bool]:
         """Return a question that is always answered with False."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -42,10 +42,13 @@ class Emulated:
 
     def close(self) -> None:
         """End the emulation: do the work that is still queued, and ignore its faults."""
+        self._do_all()
+        self._raw.__exit__(None, None, None)
+
+    def _do_all(self) -> None:
         while self.cuda.pending() or self.cuda.machine.compute.entries:
             with suppress(DeviceFault):
                 self.cuda.drain()
-        self._raw.__exit__(None, None, None)
 
     @property
     def early_reads(self) -> list[str]:
@@ -61,6 +64,11 @@ class Emulated:
     def allocate(self, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """See Timeline."""
         return self.cuda.to_device(torch.zeros(elements, dtype=dtype))
+
+    def release(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See Timeline. Faults of the work that is queued are ignored."""
+        self._do_all()
+        self.cuda.release(tensors)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself: in raw code, memory of the device is memory of the host."""

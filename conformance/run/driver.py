@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -16,7 +17,7 @@ from kvconform.compat.step import AnyText, build_request
 from kvconform.config.router import Checked
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import tolerance
-from kvconform.contract.case import Case, Variant
+from kvconform.contract.case import Case, EngineConfig, Variant
 from kvconform.contract.events import lifecycle, run_end
 from kvconform.contract.steps import (
     Add,
@@ -48,6 +49,7 @@ from kvconform.run.controls import Controls
 from kvconform.run.damage import Damager
 from kvconform.run.expectations import Expectations, Reloads
 from kvconform.run.forbidden import Forbidden
+from kvconform.run.leftovers import Leftovers, restarts_here
 from kvconform.run.namesakes import Namesakes
 from kvconform.run.promises import Promises
 from kvconform.run.records import Progress, Reload, RunState, Snapshot
@@ -134,6 +136,11 @@ class Driver:
         if self.running.block_size != variant.block_size:
             sizes = {"block_size": self.running.block_size, "hash_size": self.running.hash_size}
             trace.emit("run.changed", **sizes)
+        self.restarts = 0
+        """Of the engine, in this process."""
+        self.leftovers: Leftovers | None = None
+        if (count := restarts_here(variant.case.steps)) and self._counts_leftovers():
+            self.leftovers = Leftovers(trace, count)
         self.engine = self._start()
         self._operations = self._table()
 
@@ -383,8 +390,11 @@ class Driver:
 
     @property
     def named_engines(self) -> Mapping[str, Engine]:
-        """The engines that are driven, by their names; a single one is called ""."""
-        return {"": self.engine}
+        """The engines that are driven, by their names; a single one is called "".
+
+        There is none if the one after a restart could not be built.
+        """
+        return {"": self.engine} if hasattr(self, "engine") else {}
 
     def run_dry(self, limit: int | None = None, until: str | None = None) -> None:
         """Iterate until nothing is left to do, request `until` has finished, or `limit` is reached.
@@ -527,10 +537,23 @@ class Driver:
         self.run_dry()
         self.idle(steps)
 
-    def _restart(self, _: Any) -> None:
+    def _counts_leftovers(self) -> bool:
+        """Return whether this process has the connector's halves, and only the driver has them."""
+        apart = self.relation in ("no-connector", "second-process")
+        return self.target.connector is not None and self.watcher is None and not apart
+
+    def _restart(self, how: str) -> None:
         self.run_dry()
         self._before_asking_again()
         self.engine.shutdown()
+        self.restarts += 1
+        if how == "another-engine":
+            self.running = _renamed(self.running, f"{self.restarts + 1}")
+        if self.leftovers is not None:
+            self.leftovers.shut_down(self.engine)
+            self._asked = None
+            del self.engine
+            self.leftovers.dropped()
         self.engine = self._start()
         self.trace.emit("engine.lifecycle", **lifecycle("restart"))
 
@@ -639,7 +662,8 @@ class Driver:
 
     def shutdown(self) -> None:
         """Shut the connector down."""
-        self.engine.shutdown()
+        for engine in self.all_engines:
+            engine.shutdown()
 
 
 def takes_from_store(case: Case) -> bool:
@@ -649,3 +673,9 @@ def takes_from_store(case: Case) -> bool:
     """
     losses = ("fail-load", "damage", "reset", "restart", "shutdown")
     return bool(case.config.multi) or any(step.op in losses for step in case.steps)
+
+
+def _renamed(variant: Variant, name: str) -> Variant:
+    """Return the run with an engine that has another id."""
+    config = EngineConfig(**{**dict(variant.case.config), "name": name})
+    return replace(variant, case=variant.case.model_copy(update={"config": config}))

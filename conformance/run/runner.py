@@ -233,9 +233,10 @@ def _drive(
     finally:
         note_unfilled(trace)
         run.hurried = driver is not None and driver.state.hurried
-        if driver is not None and shows_plans(driver.engine.inspector):
+        engines = driver.all_engines if driver is not None else ()
+        if any(shows_plans(engine.inspector) for engine in engines):
             run.channels |= {"plan"}
-        if driver is not None and driver.engine.executor.cache is not None:
+        if any(engine.executor.cache is not None for engine in engines):
             run.channels |= {"cache"}
         Probe.active = outer
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planted defects: what every request leaves behind, in either half or in the process."""
+"""Planted defects: what every request, or every engine, leaves behind."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -80,3 +81,30 @@ class KeepsFiles(_Kept):
 
     def _leave(self) -> None:
         os.open("/dev/null", os.O_RDONLY)
+
+
+_CACHES: dict[str, dict[str, torch.Tensor]] = {}
+
+
+class KeepsCaches(ReferenceConnector):
+    """Keeps the KV caches of every engine in a table of the module, by the engine's id."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        _CACHES[str(self._kv_transfer_config.engine_id)] = kv_caches
+
+
+class LeavesSocket(ReferenceConnector):
+    """Leaves the socket on which its worker half listens to the garbage collector."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._server = socket.create_server(("127.0.0.1", 0))
+
+
+class LeavesFile(ReferenceConnector):
+    """Opens a file for every engine, and never closes it."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        os.open(__file__, os.O_RDONLY)

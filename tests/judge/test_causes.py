@@ -208,6 +208,11 @@ FAULTS: dict[str, Faults] = {
         {"numbers": [6, 18, 30]},
         [{"holder": "scheduler half"}, {"place": "tables"}],
     ),
+    "restart.grown": Faults(
+        {"what": "files", "numbers": [1, 2, 3]},
+        {"numbers": [2, 4, 6]},
+        [{"what": "KV tensors"}],
+    ),
     "live.tokens": Faults(
         {"req": "a", "phase": "one"},
         {"req": "b", "phase": "two", "prompt": 9, "count": 4, "plain": 5},
