@@ -21,6 +21,11 @@ from typing import Literal, Protocol
 from kvconform.emulation.watch import Watch
 
 Delay = Literal["compute", "transfers"]
+LAG = 2
+"""How often more a mark is not reached when the next rank asks.
+
+More than one: a connector's thread may queue a copy after the first question about it.
+"""
 
 
 class Used(Protocol):
@@ -108,6 +113,14 @@ class Machine:
         self.watches: list[Watch] = []
         self.default = self.new_queue("default", 0)
         self.compute = self.new_queue("compute", 0)
+
+    @property
+    def refusals(self) -> int:
+        """How often the current rank is told "not yet" before the work that it asks about is done.
+
+        Later ranks are told so more often.
+        """
+        return self.patience + LAG * self.rank
 
     def new_queue(self, name: str, priority: int) -> Queue:
         """Add a queue; handles follow the order of creation."""
@@ -213,12 +226,11 @@ class Machine:
     def poll(self, mark: Mark) -> bool:
         """Return whether the mark is reached, for event.query().
 
-        Returns False at most `patience` times, and once more per rank before the current one; then
-        runs the mark's queue up to it.
+        Returns False at most `refusals` times, then runs the mark's queue up to it.
         """
         with self.lock:
             if not mark.reached:
-                if mark.polls < self.patience + self.rank:
+                if mark.polls < self.refusals:
                     mark.polls += 1
                     return False
                 self.demand(mark)

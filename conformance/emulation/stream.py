@@ -212,7 +212,7 @@ class GenericStream:
                 queue.seen = queue.put
                 return True
             queue.polls += 1
-            if queue.polls <= machine.patience + machine.rank:
+            if queue.polls <= machine.refusals:
                 return False
             queue.polls = 0
             machine.demand(machine.mark(queue))

@@ -303,7 +303,7 @@ def one(
     elif scheduling == "async" and not simple and dice.one_in(4):
         policies = ["late-workers"]
     # vLLM does not support context parallelism with drafts (50391).
-    if "tensor_parallel" in extra and not drafts and dice.one_in(2):
+    if theme == "ranks" and "tensor_parallel" in extra and not drafts and dice.one_in(2):
         ranks, degree = dice.pick(SLICES)
         extra |= {"groups": ["latent"], "tensor_parallel": ranks, "context_parallel": degree}
         if ranks > 2 and dice.one_in(2):

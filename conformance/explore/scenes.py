@@ -228,6 +228,24 @@ def reset_in_chunk(dice: Dice, block: int) -> Scene:
     return Scene(steps, length + 2, {"budget": dice.pick([block // 2, block - 1, block + 2])})
 
 
+def resets_overtake(dice: Dice, block: int) -> Scene:
+    """Reset the connector's cache in step after step while a save is under way, or in rounds.
+
+    Two ranks may end the save in different steps.
+    """
+    length = dice.number(2, 4) * block + dice.pick([0, 1])
+    reset: Data = {"reset": {"running": False, "connector": True}}
+    steps = [_add("a", length, dice.number(1, 4)), {"step": dice.number(1, 3)}, reset]
+    if dice.one_in(2):
+        steps += [*DROP, {"soak": {"rounds": dice.number(3, 5)}}]
+    else:
+        steps += [{"idle": 1}, reset] * dice.number(2, 6)
+    steps += [*DROP, _add("b", {"same": "a"}, 2), *DROP]
+    steps += [_add("c", {"same": "a"}, 2, reloads="b"), RUN]
+    ranks = {"tensor_parallel": 2} if dice.one_in(2) else {}
+    return Scene(steps, length + 4, {"budget": 64, **ranks})
+
+
 def controlled(dice: Dice, block: int) -> Scene:
     """Let an operator do something with a stored prompt, and ask for it again."""
     length = dice.number(1, 3) * block + dice.pick([0, 1])
@@ -267,5 +285,6 @@ SCENES = (
     Kind(damaged),
     Kind(forbidden),
     Kind(reset_in_chunk),
+    Kind(resets_overtake),
     Kind(controlled),
 )

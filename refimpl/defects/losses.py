@@ -159,3 +159,21 @@ class StoresEveryStep(ReferenceConnector):
             return super()._plan_save(tracked, end, scheduled, final)
         finally:
             self._store = store
+
+
+class KeepsPinsOfOvertakenSaves(ReferenceConnector):
+    """Has a cache of ROOM chunks, and leaves one pinned for each request that a reset overtakes.
+
+    When all chunks are pinned, it stores nothing more.
+    """
+
+    ROOM = 12
+    _pinned = 0
+
+    def reset_cache(self) -> bool | None:
+        self._pinned += len(self._tracked)
+        return super().reset_cache()
+
+    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
+        save = super()._plan_save(tracked, end, scheduled, final)
+        return replace(save, pieces=save.pieces[: max(0, self.ROOM - self._pinned)])

@@ -7,8 +7,9 @@ The engine faults are in the aggregation of the ranks' reports, and in steps wit
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,8 +19,12 @@ from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.defects import targets
 from kvconform.refimpl.faulty import Target, with_arguments
 from kvconform.refimpl.keys import root_key
-from kvconform.refimpl.plan import Load, Piece, Save
+from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save
 from kvconform.refimpl.variants.ranks import Drifting
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 AGGREGATOR = "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator"
 AGGREGATE = Target(f"{AGGREGATOR}.aggregate")
@@ -150,6 +155,62 @@ class WaitsForOne(Drifting):
 
     def get_finished_count(self) -> int | None:
         return 1
+
+
+class EndedSaves(NamedTuple):
+    """Saves that ended on a rank, or on several: how many of each request."""
+
+    counts: Counter[str]
+
+    def aggregate(self, other: EndedSaves) -> EndedSaves:
+        """Add those of another rank."""
+        return EndedSaves(self.counts + other.counts)
+
+
+class ForgetsReports(Drifting):
+    """Counts which saves all ranks have ended, and forgets at a reset what some have reported.
+
+    The reports of the other ranks, which come later, are then too few.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        # Scheduler half: reports that are awaited, and those that have come.
+        self._awaited: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
+        # Worker half.
+        self._ended: Counter[str] = Counter()
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, ReferenceMetadata)
+        world = self._vllm_config.parallel_config.world_size
+        for save in metadata.saves:
+            self._awaited[save.req] += world
+        return metadata
+
+    def _save(self, epoch: int, save: Save, layers: Iterable[str]) -> None:
+        super()._save(epoch, save, layers)
+        self._ended[save.req] += 1
+
+    def build_connector_worker_meta(self) -> Any:
+        ended, self._ended = self._ended, Counter()
+        return EndedSaves(ended) if ended else None
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        if (ended := connector_output.kv_connector_worker_meta) is not None:
+            self._reported += ended.counts
+        for req in [req for req, count in self._awaited.items() if self._reported[req] >= count]:
+            del self._awaited[req], self._reported[req]
+
+    def reset_cache(self) -> bool | None:
+        self._reported.clear()
+        return super().reset_cache()
+
+    def has_pending_push_work(self) -> bool:
+        """Keep the engine going until all saves have ended on all ranks."""
+        return bool(self._awaited)
 
 
 class RenamesTheEngine(ReferenceConnector):

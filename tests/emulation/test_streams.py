@@ -192,6 +192,20 @@ def test_query_says_not_yet_a_few_times_and_then_gives_in():
         assert cuda.notes == []  # asking is not waiting
 
 
+def test_later_ranks_see_the_same_copy_end_later():
+    with emulate("transfers", patience=2) as cuda:
+        answers = []
+        for rank in (0, 1, 2):
+            cuda.machine.rank = rank
+            side = torch.cuda.Stream()
+            log(cuda, side, [], rank)
+            event = side.record_event()
+            asked = next(number for number in range(20) if event.query())
+            log(cuda, side, [], rank)
+            answers.append((asked, next(number for number in range(20) if side.query())))
+        assert answers == [(2, 2), (4, 4), (6, 6)]
+
+
 def test_each_record_has_its_own_patience():
     with emulate("transfers", patience=1) as cuda:
         side = torch.cuda.Stream()

@@ -15,8 +15,10 @@ import pytest
 from kvconform.contract import yaml12
 from kvconform.contract.steps import STEPS, Add
 from kvconform.contract.yaml12 import flow
+from kvconform.explore.dice import Dice
 from kvconform.explore.draw import drawn
 from kvconform.explore.races import FAMILIES, POINTS, races
+from kvconform.explore.scenes import resets_overtake
 from kvconform.explore.shrink import shrink
 from kvconform.explore.workload import Workload, make, text_of
 
@@ -93,6 +95,25 @@ def test_draws_differ_in_everything_that_matters() -> None:
     assert all(
         found[name] > 1 for name in (*wanted, *others, *(f"config {each}" for each in special))
     ), found
+
+
+def test_resets_come_step_after_step_or_in_rounds_and_to_one_rank_or_two() -> None:
+    scenes = [resets_overtake(Dice(seed), 4) for seed in range(40)]
+    for scene in scenes:
+        data = make(
+            "scene.drawn",
+            "Resets.",
+            scene.steps,
+            engine="reference",
+            scheduling="sync",
+            config=scene.config,
+        )
+        assert Workload(data).variant().case.steps
+    kinds = Counter(
+        (sum("reset" in step for step in scene.steps) > 1, "tensor_parallel" in scene.config)
+        for scene in scenes
+    )
+    assert len(kinds) == 4 and min(kinds.values()) > 3
 
 
 def test_few_have_a_second_run_in_a_process_of_its_own() -> None:
