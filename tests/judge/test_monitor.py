@@ -55,7 +55,16 @@ def test_a_restart_changes_constants_of_the_run() -> None:
     found = evaluate([whole], numbered, cfg=start)["x.y"]
     assert [each.seq for each in found.violations] == [2, 5]
     assert start["block_size"] == 4
-    assert [block_size_at(numbered, seq) for seq in (0, 2, 3, 5)] == [4, 4, 6, 6]
+    assert [block_size_at(numbered, numbered[seq]) for seq in (0, 2, 3, 5)] == [4, 4, 6, 6]
+
+
+def test_one_of_several_engines_may_have_blocks_of_its_own() -> None:
+    trace = [
+        {"kind": "run.start", "block_size": 4, "seq": 0},
+        {"kind": "run.engines", "own": {"d": {"block_size": 8}}, "seq": 1},
+        *({"kind": "lookup", "on": on, "seq": 2 + index} for index, on in enumerate("pd")),
+    ]
+    assert [block_size_at(trace, event) for event in trace[2:]] == [4, 8]
 
 
 def test_the_check_of_a_violation_is_worded_with_the_constants_of_its_time() -> None:
