@@ -486,10 +486,10 @@ class Case(Model):
             raise ValueError("with several engines every request needs an id of its own")
         groups = self.config.groups
         if len(groups) > 1 and (
-            groups[0] != "full" or "latent" in groups or self.engines != ["vllm"]
+            groups[0] not in ("full", "wide") or "latent" in groups or self.engines != ["vllm"]
         ):
             raise ValueError(
-                "config: with several groups the first must be full, none may be latent, "
+                "config: with several groups the first must be full or wide, none may be latent, "
                 "and engines must be [vllm]"
             )
         if len(groups) == 1 and groups[0] not in ("full", "latent", "sliding"):
@@ -795,6 +795,11 @@ class Variant:
     def hash_size(self) -> int:
         """Tokens per block hash."""
         return self.case.config.prefix_match_unit or self.block_size
+
+    @property
+    def first_size(self) -> int:
+        """Tokens per block of the first group."""
+        return self.block_size * (2 if self.case.config.groups[:1] == ["wide"] else 1)
 
     @property
     def axes(self) -> dict[str, Any]:

@@ -143,7 +143,8 @@ _kind(
     "hash_size:int num_blocks:int policies:list connector:str? spec_tokens:int role:str "
     "failure_policy:str groups:int ranks:int stages:int context_ranks:int drafter:bool device:str "
     "slow:str?",
-    "The run begins; its fields are the constants `cfg`. hash_size = tokens per block hash.",
+    "The run begins; its fields are the constants `cfg`. block_size = tokens per block of the "
+    "first group; hash_size = tokens per block hash.",
 )
 _kind(
     "run.changed",

@@ -284,7 +284,7 @@ class Observer:
     def _held_before(self, request: Any, local: int) -> list[int]:
         """Return the blocks of a request's local prefix-cache hit of `local` tokens."""
         blocks = self.view.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
-        return list(blocks[: local // self._loads.shape.block_size])
+        return list(blocks[: local // self._loads.shape.groups[0].block_size])
 
     def _sources(self, call: Call) -> None:
         """Emit how many tokens of a hit have a source, if the class says where hits come from."""

@@ -132,7 +132,7 @@ def run_variant(
         runner=variant.runner,
         depth=variant.depth,
         vllm=vllm_api.VLLM_VERSION,
-        block_size=variant.block_size,
+        block_size=variant.first_size,
         hash_size=variant.hash_size,
         num_blocks=settings.num_blocks,
         policies=policies,

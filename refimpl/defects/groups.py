@@ -157,6 +157,17 @@ class OneBlockSize(HybridConnector):
         self._parts = [replace(part, block_size=block_size) for part in self._parts]
 
 
+class FirstBlockSize(HybridConnector):
+    """Divides positions by the block size of the first group, whatever the group."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        size = self._parts[0].block_size
+        self._parts = [
+            part if part.recurrent else replace(part, block_size=size) for part in self._parts
+        ]
+
+
 class TransfersEverything(HybridConnector):
     """Stores and loads the groups that are excluded from the transfer."""
 
