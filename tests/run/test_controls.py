@@ -61,7 +61,7 @@ class World:
             requests={name: SimpleNamespace(all_token_ids=ids) for name, ids in PROMPTS.items()},
             reloads={REPEATS: Reload("a")},
             cleared=set(),
-            variant=SimpleNamespace(block_size=4),
+            variant=SimpleNamespace(of_engine=lambda name: SimpleNamespace(block_size=4)),
             start_alike=lambda one, other: PROMPTS[one][0] == PROMPTS[other][0],
         )
         self.controls = Controls(state)  # type: ignore[arg-type]
