@@ -479,7 +479,9 @@ class Telemetry:
 
     def _observe(self, connector: Any, data: dict[str, Any]) -> None:
         if self.metrics is None:
-            self.metrics = Metrics(type(connector).build_prom_metrics, self.config)
+            # MultiConnector builds a child and its metrics with a configuration of the child's own.
+            config = getattr(connector, "_vllm_config", self.config)
+            self.metrics = Metrics(type(connector).build_prom_metrics, config)
         self.metrics.observe(data)
 
     # -- handshake

@@ -160,6 +160,15 @@ class AddsInPlace(ReferenceConnector):
         return {**super().kvconform_capabilities(extra_config), "metrics": COUNTERS}
 
 
+class ReadsItsOptions(Metered):
+    """Makes its metrics as its own options say."""
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *args: Any) -> Any:
+        assert "store" in vllm_config.kv_transfer_config.kv_connector_extra_config
+        return super().build_prom_metrics(vllm_config, *args)
+
+
 elsewhere: defaultdict[str, Counter[str]] = defaultdict(Counter)
 """What KeepsElsewhere has counted on all ranks, by store; each run has its own."""
 
@@ -243,6 +252,13 @@ def test_misses_saves_evictions_and_seconds_are_compared(engine: Engine, tmp_pat
     }
     assert all(0 < event["seen"] <= event["value"] <= event["most"] for event in events)
     assert log["evictions"]["seen"] > 4
+
+
+def test_a_child_of_multi_connector_has_metrics_by_its_own_options(tmp_path: Path) -> None:
+    variant = SPEC.cases["multi.alone"].variants(["reference"])[0]
+    report = run_and_judge(variant, target_of(ReadsItsOptions), SPEC, seed=0, tmp=tmp_path)
+    [row] = [row for row in report.rows if row.requirement == "stats.observable"]
+    assert row.verdict == "PASS", row.message
 
 
 @pytest.mark.parametrize("cls", [Exclusive, SlowLookup, MissesBlocks])
