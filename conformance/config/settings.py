@@ -72,8 +72,8 @@ class Settings(BaseModel):
     catalogue: str | None = Field(
         default=None, description="the connector's name in the catalogue, if given by that name"
     )
-    extra_config: dict[str, Any] = {}
-    extra_config_after_restart: dict[str, Any] = Field(
+    extra_config: dict[str, JsonValue] = {}
+    extra_config_after_restart: dict[str, JsonValue] = Field(
         default={},
         description="options over these with which the connector comes back over the same store"
         " (`restart: settings`)",

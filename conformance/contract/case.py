@@ -81,7 +81,7 @@ class EngineOf(Model):
 
     @property
     def own(self) -> dict[str, Any]:
-        """The fields of `config` that are otherwise."""
+        """The fields of `config` that it has a value of its own for."""
         return self.model_dump(exclude={"role"}, exclude_none=True)
 
 
@@ -210,8 +210,12 @@ class Config(Model):
 
     @property
     def own(self) -> dict[str, dict[str, Any]]:
-        """What engines have otherwise, by the names of those that differ from `config`."""
-        return {name: each.own for name, each in self.engines.items() if each.own}
+        """The fields in which engines differ from `config`, by the names of those that do."""
+        found = {
+            name: {key: value for key, value in each.own.items() if value != getattr(self, key)}
+            for name, each in self.engines.items()
+        }
+        return {name: own for name, own in found.items() if own}
 
     @property
     def suffix(self) -> str:
@@ -315,6 +319,7 @@ class Case(Model):
         """Check the steps as they were written; return them with one request per `add`."""
         added: set[str] = set()
         config, matrix = info.data.get("config"), info.data.get("matrix")
+        on = next(iter(config.engines), None) if config is not None else None
         for index, step in enumerate(steps):
             unknown = step.mentions() - added
             if unknown:
@@ -330,9 +335,10 @@ class Case(Model):
                     )
                 added.add(add.req)
             if config is not None and matrix is not None:
-                problem = _unfit(step, config, matrix)
+                problem = _unfit(step, config, matrix, on)
                 if problem:
                     raise WrongPart(problem, (index,))
+                on = step.arg if step.op == "on" else on
                 if isinstance(step.arg, Otherwise):
                     config = _with(config, step.arg)
                     matrix = Matrix() if step.arg.block_size else matrix
@@ -433,7 +439,8 @@ class Case(Model):
     def _one_process_more(self) -> Case:
         if sum(restarts_process(step) for step in self.steps) > 1:
             raise ValueError(
-                "restart: at most one restart of a case, `engine` apart, is in another process"
+                "restart: at most one restart of a case is in another process"
+                " (`engine` and `another-engine` are not)"
             )
         return self
 
@@ -468,9 +475,9 @@ class Case(Model):
     @model_validator(mode="after")
     def _local_chunks(self) -> Case:
         config = self.config
-        sizes = self.matrix.block_size or [config.block_size]
+        every = [size for _, sizes in self.configurations for size in sizes]
         if "local" in config.groups and (
-            "wide" in config.groups or config.drafter or any(config.window % each for each in sizes)
+            "wide" in config.groups or config.drafter or any(config.window % each for each in every)
         ):
             raise ValueError(
                 "config: a local group needs blocks of one size, a window of whole blocks,"
@@ -715,8 +722,8 @@ def _with(config: Config, change: Otherwise) -> Config:
     return config.model_copy(update=change.model_dump(exclude_none=True))
 
 
-def _unfit(step: Step, config: Config, matrix: Matrix) -> str | None:
-    """Return why the engine of `config` cannot do this step; None if it can."""
+def _unfit(step: Step, config: Config, matrix: Matrix, on: str | None) -> str | None:
+    """Return why the engine of `config`, of several the one named `on`, cannot do this step."""
     names = config.engines
     if step.op == "on" and step.arg not in names:
         return f"`on` names engine {step.arg!r}; config.engines has {', '.join(names) or 'none'}"
@@ -733,8 +740,9 @@ def _unfit(step: Step, config: Config, matrix: Matrix) -> str | None:
         if add.prompt >= config.max_model_len:
             return f"{adds}; config.max_model_len is {config.max_model_len}"
         usable_blocks = config.num_blocks - 1  # block 0 is the null block
-        own = [each["block_size"] for each in config.own.values() if "block_size" in each]
-        room = usable_blocks * max(own + (matrix.block_size or [config.block_size]))
+        own = config.own.get(on or "", {}).get("block_size")
+        sizes = [own] if own else matrix.block_size or [config.block_size]
+        room = usable_blocks * max(sizes)
         if add.prompt > room and not config.groups:
             too_many = f"too many for config.num_blocks {config.num_blocks}"
             return f"{adds}, {too_many}: there is room for {room}"
@@ -800,6 +808,11 @@ class Variant:
     def first_size(self) -> int:
         """Tokens per block of the first group."""
         return self.block_size * (2 if self.case.config.groups[:1] == ["wide"] else 1)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes among the constants of the run, which a restart or an engine may change."""
+        return {"block_size": self.first_size, "hash_size": self.hash_size}
 
     @property
     def axes(self) -> dict[str, Any]:

@@ -547,8 +547,8 @@ class RestartStep(BaseStep):
     """Shut the connector's halves down, and build new ones over the same store.
 
     `engine`: in the same process. `another-engine`: as `engine`, and the new one has another engine
-    id, as engines do that are configured without one. If a case has three restarts of these two
-    kinds, what each shutdown leaves in the process is compared. `process`: in another process,
+    id, as engines do that are configured without one. If a case has three restarts, all of these
+    two kinds, what each shutdown leaves in the process is compared. `process`: in another process,
     which is forked and so has the same hash seed and addresses. `interpreter`: the first part runs
     in a fresh interpreter with another hash seed; vLLM's block hashes stay the same.
     `{context_parallel: 4}`, `{dtype: float16}`, `{model: other/model}`: as `process`, and with

@@ -22,7 +22,7 @@ from kvconform.emulation.watch import Watch
 
 Delay = Literal["compute", "transfers"]
 LAG = 2
-"""How often more a mark is not reached when the next rank asks.
+"""How many more answers "not yet" a rank gets than the rank before it.
 
 More than one: a connector's thread may queue a copy after the first question about it.
 """

@@ -56,12 +56,16 @@ def note_unfilled(trace: Trace) -> None:
     failed: dict[tuple[str | None, int], set[int]] = {}
     open_allocs: list[Event] = []
     open_rows: list[Event] = []
-    size = 1
+    every = 1
+    own: Mapping[str | None, Any] = {}
     for e in trace.events:
         kind = e["kind"]
         on = e.get("on")
+        size = own[on]["block_size"] if on in own else every
         if kind in SIZED:
-            size = e["block_size"]
+            every = e["block_size"]
+        elif kind == "run.engines":
+            own = e.get("own") or {}
         elif kind == "transfer.failed" and not e["is_async"]:
             failed.update({(on, block): set(range(size)) for block in e["blocks"]})
         elif kind == "alloc":
@@ -84,6 +88,7 @@ def note_unfilled(trace: Trace) -> None:
             # Late workers begin a step when later ones have been scheduled.
             for row in [each for each in open_rows if each["step"] <= e["step"]]:
                 open_rows.remove(row)
+                size = own[row["on"]]["block_size"] if row.get("on") in own else every
                 before = row["table"][: row["output_computed"] // size]
                 unfilled = [block for block in before if (row.get("on"), block) in failed]
                 trace.amend(row, unfilled=unfilled)

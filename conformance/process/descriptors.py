@@ -14,31 +14,18 @@ from kvconform.process.alive import FILES
 LISTENING = "listening sockets"
 KINDS = (LISTENING, "other sockets", "files", "pipes", "other descriptors")
 
-Identity = tuple[int, int]
-"""Device and inode."""
-
 
 def can_list() -> bool:
     """Return whether the system lists the descriptors of a process."""
     return FILES.is_dir()
 
 
-def listening() -> set[Identity]:
-    """Return the sockets of this process that listen; no two of the process's life are alike."""
-    return {(found.st_dev, found.st_ino) for kind, found in _open() if kind == LISTENING}
-
-
 def by_kind() -> Counter[str]:
     """Count the open descriptors of each of KINDS."""
-    return Counter(kind for kind, _ in _open())
-
-
-def _open() -> list[tuple[str, os.stat_result]]:
-    found = []
+    found: Counter[str] = Counter()
     for name in os.listdir(FILES) if can_list() else ():
         with contextlib.suppress(OSError):  # it was closed meanwhile
-            status = os.fstat(int(name))
-            found.append((_kind(int(name), status.st_mode), status))
+            found[_kind(int(name), os.fstat(int(name)).st_mode)] += 1
     return found
 
 

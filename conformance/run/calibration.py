@@ -510,6 +510,8 @@ def _identity(target: Target) -> str:
             target.half,
             target.device,
             target.adapters,
+            target.router,
+            sorted(target.request_params.items()),
         )
     )
 

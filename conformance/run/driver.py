@@ -133,9 +133,8 @@ class Driver:
         """Whether connectors get time to store, before stored content is asked for."""
         self._asked: tuple[int, int] | None = None
         self.expectations = Expectations(self.state, self._free_blocks)
-        if self.running.block_size != variant.block_size:
-            sizes = {"block_size": self.running.block_size, "hash_size": self.running.hash_size}
-            trace.emit("run.changed", **sizes)
+        if self.running.sizes != variant.sizes:
+            trace.emit("run.changed", **self.running.sizes)
         self.restarts = 0
         """Of the engine, in this process."""
         self.leftovers: Leftovers | None = None

@@ -22,11 +22,10 @@ from kvconform.engine.engine import Engine
 from kvconform.kv import device
 from kvconform.observe.probe import Probe
 from kvconform.process import descriptors
-from kvconform.process.descriptors import LISTENING
 
 LEAST = 3
 """Engines that must have ended: what only the second one adds may be made when it is needed."""
-PAUSES = (0.02, 0.1, 0.3, 0.6)
+PAUSES = (0.02, 0.1, 0.4, 1.5, 3.0)
 """Seconds in which threads may close what is left, while there is more of it than before."""
 KV = "KV tensors"
 
@@ -34,17 +33,15 @@ Found = Counter[str]
 
 
 def restarts_here(steps: Sequence[Step]) -> int:
-    """Count the restarts that stay in one process, if they suffice for a comparison; else 0."""
-    here = sum(step.op == "restart" and not restarts_process(step) for step in steps)
-    return here if here >= LEAST else 0
+    """Count the restarts of a case in one process, if they suffice for a comparison; else 0."""
+    here = sum(step.op == "restart" for step in steps)
+    return here if here >= LEAST and not any(map(restarts_process, steps)) else 0
 
 
 class Leftovers:
     """Counts of what is left after each of some restarts. `dropped` emits what has grown.
 
-    Sockets that listen are counted as soon as the engine was shut down: their ports are taken until
-    they are closed. Other descriptors and the KV tensors are counted when nothing but the connector
-    refers to its halves, and garbage was collected.
+    It is counted when nothing but the connector refers to its halves, and garbage was collected.
     """
 
     def __init__(self, trace: Trace, restarts: int) -> None:
@@ -54,40 +51,31 @@ class Leftovers:
         self.restarts = restarts
         self._counts: list[Found] = []
         self._start = descriptors.by_kind()
-        self._listening = descriptors.listening()
-        self._listened = 0
         self._storages: list[StorageWeakRef] = []
 
     def shut_down(self, engine: Engine) -> None:
-        """Count the sockets that listen since the engine was built, which was shut down."""
+        """Note the KV tensors of an engine that was shut down, and keep none of them."""
         for rank in engine.ranks.members:
             storages = {tensor.untyped_storage() for tensor in rank.cache.tensors}
             self._storages += map(StorageWeakRef, storages)
             device.current.release(rank.cache.tensors)
             rank.config.compilation_config.static_forward_context.clear()  # as vLLM's workers do
-        before = Counter({LISTENING: self._listened})
-        self._listened = _at_rest(self._listening_since, before)[LISTENING]
 
     def dropped(self) -> None:
-        """Count what else is left; to be called when the harness does not have the engine any more.
+        """Count what is left; to be called when the harness does not have the engine any more.
 
         After the last of the restarts, emit restart.grown and restart.compared.
         """
         Probe.active = None
         before = self._counts[-1] if self._counts else Counter()
         self._counts.append(_at_rest(self._left, before))
-        self._listening = descriptors.listening()
         if len(self._counts) == self.restarts:
             self._compare()
-
-    def _listening_since(self) -> Found:
-        return Counter({LISTENING: self._listened + len(descriptors.listening() - self._listening)})
 
     def _left(self) -> Found:
         gc.collect()
         now = descriptors.by_kind()
         found = Counter({kind: now[kind] - self._start[kind] for kind in descriptors.KINDS})
-        found[LISTENING] = self._listened
         found[KV] = sum(not storage.expired() for storage in self._storages)
         return found
 

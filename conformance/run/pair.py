@@ -322,8 +322,7 @@ class PairDriver(Driver):
         variant = self.variant.of_engine(name)
         config = variant.case.config
         return {
-            "block_size": variant.block_size,
-            "hash_size": variant.hash_size,
+            **variant.sizes,
             "ranks": config.tensor_parallel * config.pipeline_parallel,
         }
 

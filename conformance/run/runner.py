@@ -132,8 +132,7 @@ def run_variant(
         runner=variant.runner,
         depth=variant.depth,
         vllm=vllm_api.VLLM_VERSION,
-        block_size=variant.first_size,
-        hash_size=variant.hash_size,
+        **variant.sizes,
         num_blocks=settings.num_blocks,
         policies=policies,
         connector=target.connector if with_connector else None,
@@ -229,7 +228,7 @@ def _drive(
         run.harness_error, run.lacks = ended.harness_error, ended.lacks
     except (Exception, HookTimeout, SystemExit) as error:
         # An error of the connector or the engine is a finding; `_culprit` separates ours from them.
-        _conclude(run, trace, driver, error)
+        _conclude(run, trace, driver, error, restarted=before is not None)
     finally:
         note_unfilled(trace)
         run.hurried = driver is not None and driver.state.hurried
@@ -271,7 +270,7 @@ def _before_restart(
         partial(create, registry=registry),
         steps,
         trace,
-        lambda dead, error: _conclude(run, trace, dead, error),
+        lambda dead, error: _conclude(run, trace, dead, error, restarted=False),
     )
 
 
@@ -294,16 +293,16 @@ _REFUSABLE = (
 """Settings that a connector may refuse at its start, in a sentence: it does not support them."""
 
 
-def settings_of(case: Case) -> str:
+def settings_of(case: Case, *, restarted: bool) -> str:
     """Return the settings of a case that a connector may refuse, in words; "" if it has none.
 
-    All that a restart changes counts: the store has KV of the engine before it.
+    After a restart, all that it changes counts: the store has KV of the engine before it.
     """
     config = case.config.model_dump(exclude_defaults=True)
     asked = {name: config[name] for name in _REFUSABLE if name in config}
-    for each in case.changes:
+    for each in case.changes if restarted else ():
         asked |= each.model_dump(exclude_none=True)
-    if case.changes_settings:
+    if restarted and case.changes_settings:
         asked["other options"] = "over the same store"
     found = [f"{name} {value}" for name, value in asked.items()]
     for engine, own in case.config.own.items():
@@ -327,15 +326,16 @@ def _scrub(trace: Trace, tmp: str) -> None:
 
 
 def _conclude(
-    run: Run, trace: Trace, driver: Driver | None, error: BaseException
+    run: Run, trace: Trace, driver: Driver | None, error: BaseException, *, restarted: bool
 ) -> FirstPartEnded:
     """Complete the trace of a run that stalled or crashed, and say in the run what was at fault.
 
+    `restarted`: whether it was the engine after a restart in another process.
     Returns the same for a run that ended before its restart.
     """
     if (stood_in := stand_in.used(error)) is not None:
         run.lacks = str(stood_in)
-    elif driver is None and (asked := settings_of(run.variant.case)):
+    elif driver is None and (asked := settings_of(run.variant.case, restarted=restarted)):
         sentence = refusal(error)
         if is_connectors(error) and _starts_with_an_error(trace):
             trace.emit("start.refused", asked=asked, sentence=sentence)

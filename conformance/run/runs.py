@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kvconform.config.target import Target
-from kvconform.contract.capabilities import CAPABILITIES, common
+from kvconform.contract.capabilities import CAPABILITIES, common, complete
 from kvconform.contract.case import Variant
+from kvconform.errors import UsageError
 from kvconform.judge.foreign import ForeignKV, foreign, sentence
 from kvconform.judge.records import Row, Verdict
 from kvconform.judge.verdict import RunLike
@@ -51,6 +52,25 @@ class Runs:
         return self.profile.caps if self.judged_by is None else self.judged_by
 
 
+def caps_of(variant: Variant, target: Target, profile: Profile) -> dict[str, Any]:
+    """Return the capabilities that hold in a run: with other options, a connector may promise less.
+
+    UsageError if what it declares for these options is no declaration.
+    """
+    if not variant.case.changes_settings:
+        return profile.caps
+    after = target.restarted()
+    try:
+        declared = after.declared(after.resolve())
+        complete(declared)
+    except UsageError as error:
+        raise UsageError(f"[extra_config_after_restart]: {error}") from None
+    except Exception as error:
+        what = f"kvconform_capabilities raised {type(error).__name__}: {error}"
+        raise UsageError(f"[extra_config_after_restart]: {what}") from error
+    return common(profile.caps, declared)
+
+
 def unsupported(variant: Variant, target: Target, caps: dict[str, Any]) -> str | None:
     """Return in words what a case needs and the connector or its settings lack, or None."""
     missing = variant.case.unmet(caps)
@@ -86,9 +106,7 @@ def make_runs(
     With `rests`, connectors get time to store before stored content is asked for.
     """
     profile = target_profile(target, tmp.parent)
-    caps = profile.caps
-    if variant.case.changes_settings:
-        caps = common(caps, target.restarted().declared(target.resolve()))
+    caps = caps_of(variant, target, profile)
     missing = unsupported(variant, target, caps)
     if missing is not None:
         return Runs(profile, refused=(Verdict.UNSUPPORTED, missing))

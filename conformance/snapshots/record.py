@@ -22,7 +22,7 @@ from kvconform.judge.foreign import ForeignKV, foreign, sentence
 from kvconform.observe.call import Call
 from kvconform.run.calibration import in_its_role, target_profile
 from kvconform.run.runner import run_variant
-from kvconform.run.runs import unsupported
+from kvconform.run.runs import caps_of, unsupported
 from kvconform.snapshots.canonical import EncodeError, encode
 from kvconform.snapshots.normalise import Rule, Rules
 from kvconform.snapshots.readback import Stored, read_back
@@ -117,16 +117,17 @@ def record(
     """
     target = in_its_role(target)
     profile = target_profile(target, tmp.parent)
-    if unsupported(variant, target, profile.caps) is not None:
+    caps = caps_of(variant, target, profile)
+    if unsupported(variant, target, caps) is not None:
         return None
-    recorder = Recorder(Rules(rules, str(tmp)), profile.caps)
+    recorder = Recorder(Rules(rules, str(tmp)), caps)
     with fixed_block_hashes():
         run = run_variant(
             variant,
             target,
             seed=seed,
             tmp=tmp,
-            caps=profile.caps,
+            caps=caps,
             promises=profile.promises,
             watcher=recorder,
         )

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -95,11 +95,13 @@ class KeepsCaches(ReferenceConnector):
 
 
 class LeavesSocket(ReferenceConnector):
-    """Leaves the socket on which its worker half listens to the garbage collector."""
+    """Never closes the socket on which its worker half listens, and a list of the class has it."""
+
+    servers: ClassVar[list[socket.socket]] = []
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        self._server = socket.create_server(("127.0.0.1", 0))
+        self.servers.append(socket.create_server(("127.0.0.1", 0)))
 
 
 class LeavesFile(ReferenceConnector):

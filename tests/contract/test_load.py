@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconform.contract import yaml12
-from kvconform.contract.case import Case
+from kvconform.contract.case import Case, Config
 from kvconform.contract.loader import SpecError, load_spec, place_and_sentence
 from kvconform.contract.profile import in_range, select
 from kvconform.contract.requirement import Requirement, version_key
@@ -501,6 +501,42 @@ def test_a_prompt_for_which_there_are_not_enough_blocks_is_told() -> None:
         match="a prompt of 13 tokens, too many for config.num_blocks 4: there is room for 12",
     ):
         Case.model_validate({**case, "steps": [{"add": {"req": "a", "prompt": 13}}]}, strict=False)
+
+
+def test_a_prompt_must_fit_into_the_blocks_of_its_engine() -> None:
+    engines = {"p": "kv_both", "s": {"role": "kv_both", "block_size": 2}}
+    case = {
+        "id": "lifecycle.one",
+        "area": "lifecycle",
+        "text": "A.",
+        "config": {"num_blocks": 8, "engines": engines},
+    }
+    long: dict[str, Any] = {"add": {"req": "a", "prompt": 20}}
+    Case.model_validate({**case, "steps": [long]}, strict=False)
+    with pytest.raises(ValueError, match="there is room for 14"):
+        Case.model_validate({**case, "steps": [{"on": "s"}, long]}, strict=False)
+
+
+def test_an_engine_that_repeats_the_configuration_does_not_differ() -> None:
+    engines = {"p": "kv_both", "d": {"role": "kv_both", "block_size": 4, "dtype": "float16"}}
+    config = Config.model_validate({"block_size": 4, "engines": engines}, strict=False)
+    assert config.own == {"d": {"dtype": "float16"}}
+
+
+def test_a_local_chunk_has_whole_blocks_of_every_engine() -> None:
+    case = {
+        "id": "groups.one",
+        "area": "groups",
+        "text": "A.",
+        "engines": ["vllm"],
+        "config": {"groups": ["full", "local"], "window": 12},
+    }
+    steps: list[Any] = [{"add": {"req": "a", "prompt": 9}}, {"run": {}}]
+    Case.model_validate({**case, "steps": steps}, strict=False)
+    with pytest.raises(ValueError, match="a window of whole blocks"):
+        Case.model_validate(
+            {**case, "steps": [*steps, {"restart": {"block_size": 8}}]}, strict=False
+        )
 
 
 RESTARTED = [{"add": {"req": "a", "prompt": 9}}, {"run": {}}]

@@ -91,6 +91,19 @@ def test_blocks_that_are_served_unfilled(
     assert (lost(trace) is not None) == bool(unfilled)
 
 
+def test_blocks_of_an_engine_with_smaller_ones_are_filled_sooner() -> None:
+    engines = {"kind": "run.engines", "own": {"s": {"block_size": 2}}}
+    between = [FAILED, row(4, 2), STEP, alloc(4, 5), STEP]
+    trace = numbered(START, engines, *({**event, "on": "s"} for event in between))
+    note_unfilled(Trace.of(trace))
+    assert trace[-2]["unfilled"] == [5]
+    # the same tokens lie in another block of the table
+    between[1] = row(2, 2)
+    trace = numbered(START, engines, *({**event, "on": "s"} for event in between))
+    note_unfilled(Trace.of(trace))
+    assert trace[-2]["unfilled"] == []
+
+
 def test_blocks_computed_in_the_step_under_way_are_not_unfilled() -> None:
     trace = numbered(START, FAILED, alloc(5), row(0, 12), STEP)
     note_unfilled(Trace.of(trace))

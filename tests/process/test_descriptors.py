@@ -36,14 +36,3 @@ def test_each_kind_is_counted(tmp_path: Path) -> None:
         "other descriptors": 1,
     }
     assert descriptors.by_kind() == before
-
-
-def test_a_new_socket_is_another_one_than_one_that_was_closed(tmp_path: Path) -> None:
-    before = descriptors.listening()
-    seen = []
-    for name in "ab":
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(str(tmp_path / name))
-            server.listen()
-            seen.append(descriptors.listening() - before)
-    assert len(seen[0]) == len(seen[1]) == 1 and seen[0] != seen[1]

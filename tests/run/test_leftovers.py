@@ -41,7 +41,7 @@ def grown(run: Run) -> dict[str, list[int]]:
 
 
 class OfAll(ReferenceConnector):
-    """Has a socket that listens for all connectors of the process, and keeps the latest cache."""
+    """Listens for all connectors of the process, anew for each, and keeps the latest cache."""
 
     server: ClassVar[socket.socket | None] = None
     latest: ClassVar[Any] = None
@@ -49,8 +49,9 @@ class OfAll(ReferenceConnector):
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)
         OfAll.latest = kv_caches
-        if OfAll.server is None:
-            OfAll.server = socket.create_server(("127.0.0.1", 0))
+        if OfAll.server is not None:
+            OfAll.server.close()
+        OfAll.server = socket.create_server(("127.0.0.1", 0))
 
 
 class ClosesLater(ReferenceConnector):

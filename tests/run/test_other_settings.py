@@ -12,8 +12,11 @@ pytest.importorskip("vllm")
 
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import common, complete
+from kvconform.contract.case import Case
 from kvconform.contract.loader import load_spec
+from kvconform.errors import UsageError
 from kvconform.judge.records import CaseReport
+from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.run.case import run_and_judge
 from kvconform.run.runner import run_variant
 
@@ -57,6 +60,86 @@ def test_options_that_are_refused_over_the_store_are_no_failure(tmp_path: Path) 
     assert {row.verdict for row in report.rows} == {"UNSUPPORTED"}
     message = report.rows[0].message or ""
     assert message.startswith("the connector refuses other options over the same store: codec must")
+
+
+def _wrong(extra: dict[str, Any]) -> dict[str, Any]:
+    if "codec" not in extra:
+        return {"store": True}
+    if extra["codec"] == "int8":
+        raise LookupError("no such codec")
+    return {"chunk_tokens": None}
+
+
+class DeclaresWrongly(ReferenceConnector):
+    """Declares no capabilities for some of its options."""
+
+    kvconform_capabilities = staticmethod(_wrong)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("codec", "sentence"),
+    [
+        ("int8", "kvconform_capabilities raised LookupError: no such codec"),
+        ("int4", "chunk_tokens"),
+    ],
+)
+def test_a_wrong_declaration_for_other_options_is_a_sentence(
+    codec: str, sentence: str, tmp_path: Path
+) -> None:
+    target = Target(
+        f"{__name__}:DeclaresWrongly", STORE, extra_config_after_restart={"codec": codec}
+    )
+    with pytest.raises(UsageError, match=rf"^\[extra_config_after_restart\]: .*{sentence}"):
+        run_and_judge(SETTINGS.variants(["reference"])[0], target, SPEC, seed=0, tmp=tmp_path / "r")
+
+
+WIDE = {
+    "area": "groups",
+    "text": "A first group with larger blocks.",
+    "engines": ["vllm"],
+    "matrix": {"scheduling": ["sync"]},
+}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {
+            "config": {"groups": ["wide", "full"]},
+            "steps": [
+                {"add": {"req": "a", "prompt": 18}},
+                {"run": {}},
+                {"restart": {"block_size": 8}},
+                {"add": {"req": "b", "prompt": {"same": "a"}}},
+                {"run": {}},
+            ],
+        },
+        {
+            "config": {
+                "groups": ["wide", "full"],
+                "engines": {"p": "kv_both", "d": {"role": "kv_both", "dtype": "float16"}},
+            },
+            "steps": [
+                {"add": {"req": "a", "prompt": 18}},
+                {"run": {}},
+                {"on": "d"},
+                {"add": {"req": "b", "prompt": {"same": "a"}}},
+                {"run": {}},
+            ],
+        },
+    ],
+    ids=["restarts", "engines"],
+)
+def test_the_block_size_is_that_of_the_first_group(raw: dict[str, Any], tmp_path: Path) -> None:
+    case = Case.model_validate({"id": "x.wide", **WIDE, **raw})
+    target = Target("kvconform.refimpl.variants.hybrid:HybridConnector", STORE)
+    report = run_and_judge(case.variants(["vllm"])[0], target, SPEC, seed=0, tmp=tmp_path / "run")
+    assert report.rows and not failed(report)
+    own = {e["kind"]: e for e in report.trace or () if e["kind"] in ("run.changed", "run.engines")}
+    if "restart" in str(raw):
+        assert own["run.changed"]["block_size"] == 16
+    else:
+        assert own["run.engines"]["own"]["d"]["block_size"] == 8
 
 
 def test_what_both_promise() -> None:

@@ -365,6 +365,7 @@ def test_engines_that_differ_may_refuse_each_other(
         assert report.harness_error is None and report.trace is not None
         assert [row for row in report.rows if row.verdict in ("FAIL", "ERROR", "BLOCKED")] == []
         requests = [e for e in report.trace if e["kind"] == "pair.request"]
+        assert bool(requests) == (not connector.endswith(":Withholds"))
         assert all(e["unlike"] and not e["loaded"] for e in requests)
 
 
