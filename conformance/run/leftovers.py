@@ -67,7 +67,7 @@ class Leftovers:
         After the last of the restarts, emit restart.grown and restart.compared.
         """
         Probe.active = None
-        before = self._counts[-1] if self._counts else Counter()
+        before = self._counts[-1] if self._counts else None
         self._counts.append(_at_rest(self._left, before))
         if len(self._counts) == self.restarts:
             self._compare()
@@ -88,11 +88,14 @@ class Leftovers:
         self.trace.emit("restart.compared", restarts=self.restarts, checked=checked)
 
 
-def _at_rest(count: Callable[[], Found], before: Found) -> Found:
-    """Return a count; while it exceeds the one before, count again after each of PAUSES."""
+def _at_rest(count: Callable[[], Found], before: Found | None) -> Found:
+    """Return a count; while it exceeds the one before, count again after each of PAUSES.
+
+    What the first engine leaves for a while only makes growth less.
+    """
     found = count()
     for pause in PAUSES:
-        if all(number <= before[what] for what, number in found.items()):
+        if before is None or all(number <= before[what] for what, number in found.items()):
             break
         time.sleep(pause)
         found = count()

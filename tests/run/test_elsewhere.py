@@ -131,6 +131,7 @@ def test_who_waits_for_a_process_that_hangs_for_good_ends_like_it(
         """The error is not caught."""
 
     def ends(status: int) -> None:
+        watchdog._watch.deadline = None  # it has passed: the thread would send a signal, too
         raise Ended(status)
 
     parent, leave = os.getpid(), os._exit

@@ -17,8 +17,15 @@ from kvconform.contract.loader import load_spec
 from kvconform.contract.steps import restarts_process
 from kvconform.process import descriptors
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.run import leftovers
 from kvconform.run.records import Run
 from kvconform.run.runner import run_variant
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "PAUSES", (0.02, 0.1, 0.3, 0.6))
+
 
 CASE = load_spec().cases["lifecycle.several-restarts"]
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
