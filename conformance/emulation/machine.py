@@ -116,9 +116,9 @@ class Machine:
 
     @property
     def refusals(self) -> int:
-        """How often the current rank is told "not yet" before the work that it asks about is done.
+        """How many answers "not yet" the current rank gets before its work is done.
 
-        Later ranks are told so more often.
+        Each rank gets LAG more than the rank before it.
         """
         return self.patience + LAG * self.rank
 

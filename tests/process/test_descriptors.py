@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the open descriptors: each kind is told, and a socket that listens from others."""
+"""Tests that open descriptors are counted by kind. Sockets that listen are a kind of their own."""
 
 from __future__ import annotations
 

@@ -48,7 +48,10 @@ def grown(run: Run) -> dict[str, list[int]]:
 
 
 class OfAll(ReferenceConnector):
-    """Listens for all connectors of the process, anew for each, and keeps the latest cache."""
+    """Has one socket in the process, which each engine closes and opens again.
+
+    It keeps the KV tensors of the latest engine only.
+    """
 
     server: ClassVar[socket.socket | None] = None
     latest: ClassVar[Any] = None
