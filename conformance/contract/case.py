@@ -512,6 +512,10 @@ class Case(Model):
         ]
         if own and self.engines != ["vllm"]:
             raise ValueError(f"{own[0]}: only engine vllm has it")
+        if self.matrix.block_size and any(each.block_size for each in names.values()):
+            raise ValueError(
+                "matrix: block_size is that of all engines; none may have a block_size of its own"
+            )
         if len(names) == 1 or (self.config.multi and "self" not in self.config.multi):
             raise ValueError(
                 "config: engines are none or several; multi has `self` among its children"
@@ -785,19 +789,18 @@ class Variant:
         if name is None or name not in self.case.config.engines:
             return self
         own = self.case.config.own.get(name, {})
-        given = {**dict(self.case.config), **own, "role": self.case.config.roles[name]}
-        case = self.case.model_copy(update={"config": EngineConfig(**given, name=name)})
-        return replace(self, case=case, block_size=own.get("block_size", self.block_size))
+        found = self.named(name, role=self.case.config.roles[name], **own)
+        return replace(found, block_size=own.get("block_size", self.block_size))
+
+    def named(self, name: str, **changed: Any) -> Variant:
+        """Return the run with an engine whose id ends with `name`, and some other fields."""
+        config = EngineConfig(**{**dict(self.case.config), **changed, "name": name})
+        return replace(self, case=self.case.model_copy(update={"config": config}))
 
     def are_alike(self, one: str | None, other: str | None) -> bool:
         """Return whether two engines of the run have the same sizes and data types."""
-        sides = [self.of_engine(name) for name in (one, other)]
-        names = [name for name in EngineOf.model_fields if name not in ("role", "block_size")]
-        found = [
-            (each.block_size, *(getattr(each.case.config, name) for name in names))
-            for each in sides
-        ]
-        return found[0] == found[1]
+        own = self.case.config.own
+        return own.get(one or "") == own.get(other or "")
 
     @property
     def hash_size(self) -> int:
@@ -805,14 +808,13 @@ class Variant:
         return self.case.config.prefix_match_unit or self.block_size
 
     @property
-    def first_size(self) -> int:
-        """Tokens per block of the first group."""
-        return self.block_size * (2 if self.case.config.groups[:1] == ["wide"] else 1)
-
-    @property
     def sizes(self) -> dict[str, int]:
-        """The sizes among the constants of the run, which a restart or an engine may change."""
-        return {"block_size": self.first_size, "hash_size": self.hash_size}
+        """The sizes among the constants of the run, which a restart or an engine may change.
+
+        `block_size` is that of the first group.
+        """
+        wide = self.case.config.groups[:1] == ["wide"]
+        return {"block_size": self.block_size * (2 if wide else 1), "hash_size": self.hash_size}
 
     @property
     def axes(self) -> dict[str, Any]:

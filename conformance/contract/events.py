@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvconform.contract.trace import own_settings
 from kvconform.errors import one_line, place_of
 
 COMMON_FIELDS = ("kind", "seq", "step")
@@ -1013,7 +1014,7 @@ def block_size_at(trace: Sequence[Mapping[str, Any]], event: Mapping[str, Any]) 
 
     A restart may have changed that of `run.start`, and one of several engines have its own.
     """
-    own = next((e.get("own") or {} for e in trace[:2] if e["kind"] == "run.engines"), {})
+    own = own_settings(trace)
     if event.get("on") in own:
         return int(own[event["on"]]["block_size"])
     sizes = (e["block_size"] for e in trace if e["kind"] in SIZED and e["seq"] <= event["seq"])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Event = dict[str, Any]
@@ -13,14 +13,19 @@ RANKED = frozenset({"kv.changed", "kv.wrong", "load.due"})
 """Kinds of events that name their rank if there are several ranks (`Trace.rank`)."""
 
 
+def own_settings(trace: Sequence[Mapping[str, Any]]) -> Mapping[str | None, Any]:
+    """Return the fields of run.start that several engines have of their own, by engine."""
+    engines = next((event for event in trace[:2] if event["kind"] == "run.engines"), None)
+    return (engines or {}).get("own") or {}
+
+
 def settings_on(trace: Sequence[Event], on: str | None) -> Event:
     """Return the fields of run.start as engine `on` of several has them. None: of all engines.
 
     Its block size is the largest then.
     """
     start = trace[0] if trace and trace[0]["kind"] == "run.start" else {}
-    engines = next((event for event in trace[:2] if event["kind"] == "run.engines"), None)
-    own = (engines or {}).get("own") or {}
+    own = own_settings(trace)
     if on is None:
         sizes = [each["block_size"] for each in own.values()]
         return {**start, "block_size": max(start["block_size"], *sizes)} if sizes else start

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvconform.contract.events import SIZED
-from kvconform.contract.trace import Event, Trace
+from kvconform.contract.trace import Event, Trace, own_settings
 
 MISCOUNTED = "the engine lost count of request {req} when its load failed (bug B004)"
 OVERRUN = "the engine added output to request {req}, which had finished (engine.finish-once)"
@@ -56,16 +56,18 @@ def note_unfilled(trace: Trace) -> None:
     failed: dict[tuple[str | None, int], set[int]] = {}
     open_allocs: list[Event] = []
     open_rows: list[Event] = []
+    own = own_settings(trace.events)
     every = 1
-    own: Mapping[str | None, Any] = {}
+
+    def size_on(on: str | None) -> int:
+        return int(own[on]["block_size"]) if on in own else every
+
     for e in trace.events:
         kind = e["kind"]
         on = e.get("on")
-        size = own[on]["block_size"] if on in own else every
+        size = size_on(on)
         if kind in SIZED:
             every = e["block_size"]
-        elif kind == "run.engines":
-            own = e.get("own") or {}
         elif kind == "transfer.failed" and not e["is_async"]:
             failed.update({(on, block): set(range(size)) for block in e["blocks"]})
         elif kind == "alloc":
@@ -88,8 +90,7 @@ def note_unfilled(trace: Trace) -> None:
             # Late workers begin a step when later ones have been scheduled.
             for row in [each for each in open_rows if each["step"] <= e["step"]]:
                 open_rows.remove(row)
-                size = own[row["on"]]["block_size"] if row.get("on") in own else every
-                before = row["table"][: row["output_computed"] // size]
+                before = row["table"][: row["output_computed"] // size_on(row.get("on"))]
                 unfilled = [block for block in before if (row.get("on"), block) in failed]
                 trace.amend(row, unfilled=unfilled)
             for alloc in [each for each in open_allocs if each["step"] <= e["step"]]:

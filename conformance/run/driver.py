@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -17,7 +16,7 @@ from kvconform.compat.step import AnyText, build_request
 from kvconform.config.router import Checked
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import tolerance
-from kvconform.contract.case import Case, EngineConfig, Variant
+from kvconform.contract.case import Case, Variant
 from kvconform.contract.events import lifecycle, run_end
 from kvconform.contract.steps import (
     Add,
@@ -547,7 +546,7 @@ class Driver:
         self.engine.shutdown()
         self.restarts += 1
         if how == "another-engine":
-            self.running = _renamed(self.running, f"{self.restarts + 1}")
+            self.running = self.running.named(f"{self.restarts + 1}")
         if self.leftovers is not None:
             self.leftovers.shut_down(self.engine)
             self._asked = None
@@ -672,9 +671,3 @@ def takes_from_store(case: Case) -> bool:
     """
     losses = ("fail-load", "damage", "reset", "restart", "shutdown")
     return bool(case.config.multi) or any(step.op in losses for step in case.steps)
-
-
-def _renamed(variant: Variant, name: str) -> Variant:
-    """Return the run with an engine that has another id."""
-    config = EngineConfig(**{**dict(variant.case.config), "name": name})
-    return replace(variant, case=variant.case.model_copy(update={"config": config}))

@@ -517,6 +517,21 @@ def test_a_prompt_must_fit_into_the_blocks_of_its_engine() -> None:
         Case.model_validate({**case, "steps": [{"on": "s"}, long]}, strict=False)
 
 
+def test_the_block_size_of_the_axes_is_that_of_all_engines() -> None:
+    case: dict[str, Any] = {
+        "id": "lifecycle.one",
+        "area": "lifecycle",
+        "text": "A.",
+        "matrix": {"block_size": [8]},
+        "steps": [{"add": {"req": "a", "prompt": 9}}, {"run": {}}],
+    }
+    engines: dict[str, Any] = {"p": "kv_both", "d": {"role": "kv_both", "dtype": "float16"}}
+    Case.model_validate({**case, "config": {"engines": engines}}, strict=False)
+    engines["d"] = {"role": "kv_both", "block_size": 4}
+    with pytest.raises(ValueError, match="none may have a block_size of its own"):
+        Case.model_validate({**case, "config": {"engines": engines}}, strict=False)
+
+
 def test_an_engine_that_repeats_the_configuration_does_not_differ() -> None:
     engines = {"p": "kv_both", "d": {"role": "kv_both", "block_size": 4, "dtype": "float16"}}
     config = Config.model_validate({"block_size": 4, "engines": engines}, strict=False)
