@@ -9,12 +9,18 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
     from warm_rig import Warm
 
 
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 gc.disable()  # the imports of the tests create many objects, hardly any of which are garbage
 
 

@@ -198,7 +198,7 @@ class Pooled(Leases):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[Any, Any]:
         works: dict[str, Future[None]] = self.__dict__.setdefault("_works", {})
         for req in finished_req_ids:
-            works[req] = self.pool.submit(time.sleep, 0.25)
+            works[req] = self.pool.submit(time.sleep, 1.25)
         over = {req for req, work in works.items() if work.done()}
         self._works = {req: work for req, work in works.items() if req not in over}
         return over, super(Leases, self).get_finished(finished_req_ids)[1]
@@ -214,7 +214,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
 def test_a_pool_of_an_earlier_run_is_waited_for(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
     """With one thread, the second run starts none."""
     for name in ("first", "second"):
-        run = run_case(f"{__name__}:Pooled", ONE, tmp_path / name, stall=0.4)
+        run = run_case(f"{__name__}:Pooled", ONE, tmp_path / name, stall=4.0)
         check_ok(run)
         assert select(run.trace, "transfer.reported", direction="send")
         assert not select(run.trace, "clock.advanced"), name
