@@ -57,7 +57,9 @@ Slow = Literal["compute", "transfers"]
 """Streams of a device that can be slow."""
 SLOW: tuple[Slow, ...] = ("compute", "transfers")
 
-GroupKind = Literal["full", "sliding", "wide", "local", "private", "latent", "state"]
+GroupKind = Literal["full", "broad", "sliding", "wide", "local", "private", "latent", "state"]
+LARGE: frozenset[GroupKind] = frozenset({"broad", "wide"})
+"""Kinds of groups with twice the tokens per block."""
 Engine = Literal["reference", "vllm", "live"]
 Scheduling = Literal["sync", "async"]
 Runner = Literal["v1", "v2"]
@@ -477,7 +479,9 @@ class Case(Model):
         config = self.config
         every = [size for _, sizes in self.configurations for size in sizes]
         if "local" in config.groups and (
-            "wide" in config.groups or config.drafter or any(config.window % each for each in every)
+            LARGE & {*config.groups}
+            or config.drafter
+            or any(config.window % each for each in every)
         ):
             raise ValueError(
                 "config: a local group needs blocks of one size, a window of whole blocks,"
@@ -493,11 +497,11 @@ class Case(Model):
             raise ValueError("with several engines every request needs an id of its own")
         groups = self.config.groups
         if len(groups) > 1 and (
-            groups[0] not in ("full", "wide") or "latent" in groups or self.engines != ["vllm"]
+            groups[0] not in {"full", *LARGE} or "latent" in groups or self.engines != ["vllm"]
         ):
             raise ValueError(
-                "config: with several groups the first must be full or wide, none may be latent, "
-                "and engines must be [vllm]"
+                "config: with several groups the first must be full, broad or wide, none may be"
+                " latent, and engines must be [vllm]"
             )
         if len(groups) == 1 and groups[0] not in ("full", "latent", "sliding"):
             raise ValueError("config: a single group must be full, latent or sliding")
@@ -813,8 +817,8 @@ class Variant:
 
         `block_size` is that of the first group.
         """
-        wide = self.case.config.groups[:1] == ["wide"]
-        return {"block_size": self.block_size * (2 if wide else 1), "hash_size": self.hash_size}
+        large = not LARGE.isdisjoint(self.case.config.groups[:1])
+        return {"block_size": self.block_size * (2 if large else 1), "hash_size": self.hash_size}
 
     @property
     def axes(self) -> dict[str, Any]:

@@ -144,6 +144,7 @@ THEMES = (
 """Special properties of workloads, one at a time, because two are seldom needed together."""
 GROUPS = (
     ["full", "sliding"],
+    ["full", "broad"],
     ["full", "wide"],
     ["full", "local"],
     ["full", "state"],

@@ -6,10 +6,11 @@ several kinds of layers, and one pool of blocks for all. A block belongs to one 
 layers of different groups are on the same bytes, as vLLM allocates them. Layers of kind
 
     full      attend to everything before them
+    broad     are as full, with half the heads and twice the tokens per block, so that the pages of
+              all groups have one size
     sliding   attend to the last `window` tokens; blocks that leave the window are freed, and their
               entries in the table are null (block 0) from then on
-    wide      are as sliding, with half the heads and twice the tokens per block, so that the pages
-              of all groups have one size
+    wide      are as sliding, with the heads and blocks of broad
     local     attend to the chunk of `window` tokens that they are in; blocks of earlier chunks are
               freed as those that leave a window
     latent    are as full, but a token has one vector, no K and V, and there is one head (MLA)
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvconform.contract.case import GroupKind
+from kvconform.contract.case import LARGE, GroupKind
 from kvconform.kernels.codes import CodeBook
 from kvconform.kv import device
 from kvconform.kv.access import Pages, access
@@ -96,8 +97,9 @@ def groups_of(
 def _group_of_layer(kind: GroupKind, layer: int, block_size: int, heads: int, window: int) -> Group:
     if kind == "state":  # the state before it is all that a token needs
         return Group(kind, (layer,), block_size, heads=1, window=2)
-    if kind == "wide":
-        return Group(kind, (layer,), 2 * block_size, heads // 2, window)
+    if kind in LARGE:
+        reach = window if kind == "wide" else None
+        return Group(kind, (layer,), 2 * block_size, heads // 2, reach)
     if kind in ("sliding", "local"):
         return Group(kind, (layer,), block_size, heads, window)
     return Group(kind, (layer,), block_size, heads, transfer=kind != "private")

@@ -168,6 +168,18 @@ class FirstBlockSize(HybridConnector):
         ]
 
 
+class OneSizeOfFullAttention(HybridConnector):
+    """Takes the blocks of the first group with full attention for the size of all such groups."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        unlimited = [part.block_size for part in self._parts if part.window is None]
+        self._parts = [
+            part if part.window is not None else replace(part, block_size=unlimited[0])
+            for part in self._parts
+        ]
+
+
 class TransfersEverything(HybridConnector):
     """Stores and loads the groups that are excluded from the transfer."""
 

@@ -24,8 +24,8 @@ class Judgement(BaseModel):
 
     `equivalent`: the connector still does the same, or something else that is as correct.
     `performance`: it stores or loads less, or later, within what it promises. `recommendation`: a
-    SHOULD finds it, which `why` names and which makes no connector NOT CONFORMANT. `open`: the
-    suite misses a situation, which `why` names.
+    SHOULD finds it, or a run that shows a risk, which `why` names and which makes no connector NOT
+    CONFORMANT. `open`: the suite misses a situation, which `why` names.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
