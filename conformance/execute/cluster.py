@@ -12,6 +12,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,10 @@ CURRENT = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster
 """Ray's file with the address of the cluster of this machine."""
 LOOK_LIMIT = 300.0
 """Seconds that a node has to unpack what travels, and to answer which versions it has."""
+TRIES = 3
+"""How often a node is asked: nodes that share a machine and its files may begin before all of what
+travels is unpacked.
+"""
 VARIABLES = ("VLLM_", "KVCONFORM_", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")
 """Beginnings of environment variables that travel."""
 
@@ -130,16 +135,16 @@ class Cluster:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         task = self.ray.remote(num_cpus=0, max_retries=0)(look)
-        answers = {}
+        calls: dict[str, Any] = {}
         names = {}
         for identifier, node in self.nodes().items():
             if node["Resources"].get("CPU", 0) < 1:
                 continue  # no worker runs there
             there = NodeAffinitySchedulingStrategy(identifier, soft=False)
-            call = task.options(name="kvconform versions", scheduling_strategy=there)
-            answers[identifier] = call.remote()
+            calls[identifier] = task.options(name="kvconform versions", scheduling_strategy=there)
             names[identifier] = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-        found = {each: self._said(names[each], answer) for each, answer in answers.items()}
+        answers = {each: call.remote() for each, call in calls.items()}
+        found = {each: self._said(names[each], calls[each], answers[each]) for each in calls}
         for each, said in found.items():
             differs = said and difference(self.here, names[each], said)
             if differs:
@@ -147,14 +152,20 @@ class Cluster:
         if not any(found.values()):
             raise EnvironmentProblem("the Ray cluster has no node with a CPU")
 
-    def _said(self, name: str, answer: Any) -> Node | None:
-        """Return what a node has; None for a node that has just died."""
+    def _said(self, name: str, call: Any, answer: Any, tries: int = TRIES) -> Node | None:
+        """Return what a node has; None for a node that has just died.
+
+        `call`: what `answer` is the answer to. It is repeated if it raises.
+        """
         errors = self.ray.exceptions
         try:
             found: Node = self.ray.get(answer, timeout=LOOK_LIMIT)
         except (errors.TaskUnschedulableError, errors.NodeDiedError):
             return None
         except Exception as error:  # of Ray, or of the import on the node
+            if isinstance(error, errors.RayTaskError) and tries > 1:
+                time.sleep(1)
+                return self._said(name, call, call.remote(), tries - 1)
             raise EnvironmentProblem(
                 f"node {name} of the Ray cluster cannot run kvconform: {one_line(error)}"
             ) from error
