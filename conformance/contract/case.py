@@ -195,6 +195,11 @@ class Config(Model):
         return self.model, self.revision, self.quantization, self.hf_overrides
 
     @property
+    def ranks(self) -> int:
+        """The number of worker halves."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
     def layer_numbers(self) -> list[int]:
         """The numbers of the layers with KV: one per group, or two by default and the drafter's."""
         several = len(self.groups) > 1
@@ -389,7 +394,8 @@ class Case(Model):
         latent = config.groups == ["latent"]
         degrees = self.context_degrees
         if max(degrees) > 1 and (
-            not latent or any(config.tensor_parallel % degree for degree in degrees)
+            not latent
+            or any(each.tensor_parallel % each.context_parallel for each, _ in self.configurations)
         ):
             raise ValueError(
                 "config: context_parallel needs groups [latent], and must divide tensor_parallel"
@@ -412,14 +418,8 @@ class Case(Model):
             raise ValueError(
                 "config: layers and groups must be as many, if there are several groups"
             )
-        for each in self.changes:
-            ranks = (each.tensor_parallel or config.tensor_parallel) * (
-                each.pipeline_parallel or config.pipeline_parallel
-            )
-            if ranks != config.tensor_parallel * config.pipeline_parallel:
-                raise ValueError("restart: the new engine must have as many ranks")
-            if each.pipeline_parallel and self.engines != ["vllm"]:
-                raise ValueError("restart: pipeline_parallel: engines must be [vllm]")
+        if any(each.pipeline_parallel for each in self.changes) and self.engines != ["vllm"]:
+            raise ValueError("restart: pipeline_parallel: engines must be [vllm]")
         own = [name for each in config.own.values() for name in each]
         plain = config.dtype == "float32" and config.cache_dtype == "auto"
         plain = plain and not {"dtype", "cache_dtype"} & {*own}
@@ -427,8 +427,7 @@ class Case(Model):
             raise ValueError("config: dtype and cache_dtype need groups without states")
         if "tensor_parallel" in own and (config.groups or config.context_parallel > 1):
             raise ValueError("config: engines: tensor_parallel needs a model without groups")
-        alone = config.tensor_parallel == config.pipeline_parallel == 1
-        alone = alone and "tensor_parallel" not in own
+        alone = all(each.ranks == 1 for each, _ in self.configurations)
         if (config.layers or config.drafter) and not alone:
             raise ValueError("config: layers and drafter need one rank")
         if config.drafter and (not config.spec_tokens or self.engines != ["vllm"]):
@@ -710,6 +709,7 @@ PROPERTIES: dict[str, Callable[[Case], bool]] = {
     "other-format": lambda case: any(
         each.dtype
         or each.cache_dtype
+        or each.tensor_parallel
         or each.pipeline_parallel
         or each.layout
         or each.block_size
@@ -815,10 +815,14 @@ class Variant:
     def sizes(self) -> dict[str, int]:
         """The sizes among the constants of the run, which a restart or an engine may change.
 
-        `block_size` is that of the first group.
+        `block_size` is that of the first group; `ranks` is the number of worker halves.
         """
         large = not LARGE.isdisjoint(self.case.config.groups[:1])
-        return {"block_size": self.block_size * (2 if large else 1), "hash_size": self.hash_size}
+        return {
+            "block_size": self.block_size * (2 if large else 1),
+            "hash_size": self.hash_size,
+            "ranks": self.case.config.ranks,
+        }
 
     @property
     def axes(self) -> dict[str, Any]:

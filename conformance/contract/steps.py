@@ -506,7 +506,7 @@ Layout = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 
 
 class Otherwise(Model):
-    """What a new engine has otherwise than the one before it, with as many ranks.
+    """What a new engine has otherwise than the one before it.
 
     The fields are those of `config`. `layout`, `kernel_block_size`: another attention backend.
     """

@@ -309,8 +309,8 @@ def one(
         extra |= {"groups": ["latent"], "tensor_parallel": ranks, "context_parallel": degree}
         if ranks > 2 and dice.one_in(2):
             _restart_with_other_shards(steps, {"context_parallel": dice.pick([1, 2, 4])})
-    elif theme == "ranks" and engine == "vllm" and not drafts and dice.one_in(4):
-        _restart_with_other_shards(steps, {"tensor_parallel": 1, "pipeline_parallel": 2})
+    elif theme == "ranks" and not drafts and dice.one_in(4):
+        _restart_with_other_shards(steps, dice.pick(_other_shards(engine, extra)))
     elif _is_split(config, extra) and dice.one_in(8):
         extra["kernel_block_size"] = block // dice.pick([2, 4])
     if not simple and theme in ("plain", "groups"):
@@ -409,6 +409,8 @@ def _layers(dice: Dice, engine: str, drafts: int, groups: list[str]) -> Data:
 def _formats(block: int, extra: Data) -> list[tuple[Data, Data]]:
     """Return what an engine may have before and after a restart, with blocks of `block` tokens."""
     found = [*FORMATS, ({}, {"block_size": 2 * block}), ({}, {"block_size": 3 * block})]
+    if not extra:
+        found.append(({}, {"tensor_parallel": 2}))
     if "kernel_block_size" in extra:
         return found
     return [*found, *BACKENDS, ({}, {"kernel_block_size": block // 2})]
@@ -417,6 +419,14 @@ def _formats(block: int, extra: Data) -> list[tuple[Data, Data]]:
 def _is_split(config: Data, extra: Data) -> bool:
     """Return whether vLLM can split blocks for the attention: one group, a layer's pages dense."""
     return len(extra.get("groups", [])) <= 1 and "layout" not in extra
+
+
+def _other_shards(engine: str, extra: Data) -> list[Data]:
+    """Return what ranks may split after a restart; one rank splits nothing."""
+    if "pipeline_parallel" in extra:
+        return [{"pipeline_parallel": 1}, {"tensor_parallel": 2, "pipeline_parallel": 1}]
+    stages = [{"tensor_parallel": 1, "pipeline_parallel": 2}] if engine == "vllm" else []
+    return [{"tensor_parallel": 1}, *stages]
 
 
 def _restart_with_other_shards(steps: list[Data], change: Data) -> None:

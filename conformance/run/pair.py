@@ -303,7 +303,7 @@ class PairDriver(Driver):
         self.engines = {}
         self.engine_ids: dict[str, str] = {}
         self.added_on: dict[str, str] = {}
-        own = {name: self._own(name) for name in self.variant.case.config.own}
+        own = {name: self.variant.of_engine(name).sizes for name in self.variant.case.config.own}
         self.trace.emit("run.engines", engines=self.roles, own=own)
         for name in self.roles:
             self.trace.on = name
@@ -316,15 +316,6 @@ class PairDriver(Driver):
             engine.telemetry.withdrawn_from = announced
         self._turn_to(next(iter(self.roles)))
         return self.engine
-
-    def _own(self, name: str) -> dict[str, int]:
-        """Return the fields of run.start that may differ for an engine."""
-        variant = self.variant.of_engine(name)
-        config = variant.case.config
-        return {
-            **variant.sizes,
-            "ranks": config.tensor_parallel * config.pipeline_parallel,
-        }
 
     def _start_engine(self, name: str) -> Engine:
         variant = self.variant.of_engine(name)

@@ -140,7 +140,6 @@ def run_variant(
         role=target.role or settings.role,
         failure_policy=settings.load_failure_policy,
         groups=max(1, len(settings.groups)),
-        ranks=settings.tensor_parallel * settings.pipeline_parallel,
         stages=variant.case.stages,
         context_ranks=max(variant.case.context_degrees),
         drafter=settings.drafter,

@@ -25,6 +25,7 @@ REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 STORE = {"store": "{tmp}/store"}
 SETTINGS = SPEC.cases["identity.other-settings"]
 BLOCKS = SPEC.cases["identity.other-block-size"]
+RANKS = SPEC.cases["ranks.more-ranks"]
 
 
 def report_of(after: dict[str, Any], tmp: Path, **options: Any) -> CaseReport:
@@ -140,6 +141,16 @@ def test_the_block_size_is_that_of_the_first_group(raw: dict[str, Any], tmp_path
         assert own["run.changed"]["block_size"] == 16
     else:
         assert own["run.engines"]["own"]["d"]["block_size"] == 8
+
+
+def test_a_restart_may_have_more_ranks(tmp_path: Path) -> None:
+    [variant] = RANKS.variants(["reference"])
+    report = run_and_judge(variant, Target(REFERENCE, STORE), SPEC, seed=0, tmp=tmp_path / "run")
+    assert report.rows and not failed(report)
+    trace = report.trace or ()
+    (changed,) = [e for e in trace if e["kind"] == "run.changed"]
+    halves = [e["kind"] for e in trace].count("kv.registered")
+    assert (trace[0]["ranks"], changed["ranks"], halves) == (1, 2, 3)
 
 
 def test_what_both_promise() -> None:
