@@ -135,18 +135,17 @@ class Cluster:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         task = self.ray.remote(num_cpus=0, max_retries=0)(look)
-        calls: dict[str, Any] = {}
-        names = {}
+        asked: dict[str, tuple[str, Any, Any]] = {}
         for identifier, node in self.nodes().items():
             if node["Resources"].get("CPU", 0) < 1:
                 continue  # no worker runs there
             there = NodeAffinitySchedulingStrategy(identifier, soft=False)
-            calls[identifier] = task.options(name="kvconform versions", scheduling_strategy=there)
-            names[identifier] = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-        answers = {each: call.remote() for each, call in calls.items()}
-        found = {each: self._said(names[each], calls[each], answers[each]) for each in calls}
+            call = task.options(name="kvconform versions", scheduling_strategy=there)
+            name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            asked[identifier] = name, call, call.remote()
+        found = {each: self._said(*question) for each, question in asked.items()}
         for each, said in found.items():
-            differs = said and difference(self.here, names[each], said)
+            differs = said and difference(self.here, asked[each][0], said)
             if differs:
                 raise EnvironmentProblem(differs)
         if not any(found.values()):

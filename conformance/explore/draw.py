@@ -409,7 +409,7 @@ def _layers(dice: Dice, engine: str, drafts: int, groups: list[str]) -> Data:
 def _formats(block: int, extra: Data) -> list[tuple[Data, Data]]:
     """Return what an engine may have before and after a restart, with blocks of `block` tokens."""
     found = [*FORMATS, ({}, {"block_size": 2 * block}), ({}, {"block_size": 3 * block})]
-    if not extra:
+    if not extra:  # groups, layers and drafters are not split
         found.append(({}, {"tensor_parallel": 2}))
     if "kernel_block_size" in extra:
         return found

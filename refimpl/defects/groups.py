@@ -173,10 +173,9 @@ class OneSizeOfFullAttention(HybridConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        unlimited = [part.block_size for part in self._parts if part.window is None]
+        size = next(part.block_size for part in self._parts if part.window is None)
         self._parts = [
-            part if part.window is not None else replace(part, block_size=unlimited[0])
-            for part in self._parts
+            replace(part, block_size=size) if part.window is None else part for part in self._parts
         ]
 
 

@@ -122,7 +122,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(json_values)
 def test_json_is_yaml(value: Any) -> None:
     """JSON is a subset of YAML 1.2, so what json.dumps says must come back."""

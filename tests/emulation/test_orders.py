@@ -41,7 +41,6 @@ STEP = st.one_of(
 PROGRAM = st.lists(STEP, min_size=2, max_size=20)
 QUICK = settings(
     max_examples=150,
-    deadline=None,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 

@@ -57,7 +57,7 @@ events_strategy = st.lists(
 ).map(lambda events: [{"seq": seq, "step": 0, **event} for seq, event in enumerate(events)])
 kinds = st.sampled_from(["hold", "release", "transfer.reported"])
 guards = st.sampled_from(GUARDS)
-oracle_settings = settings(max_examples=100, deadline=None)
+oracle_settings = settings(max_examples=100)
 
 
 def match(kind: str, guard: Guard) -> dict[str, Any]:

@@ -414,14 +414,14 @@ class LfuMachine(Machine):
 
 
 Machine.TestCase.settings = LfuMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None
+    max_examples=40, stateful_step_count=40
 )
 TestLru = Machine.TestCase
 TestLfu = LfuMachine.TestCase
 
 
 @given(st.lists(st.sampled_from("abcdef"), max_size=40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_with_an_unbounded_lowest_level_nothing_is_lost(keys: list[str]) -> None:
     cache = tiers(1, 2, None)
     for key in keys:

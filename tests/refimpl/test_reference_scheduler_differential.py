@@ -23,7 +23,6 @@ EXAMPLES = int(os.environ.get("KVCONFORM_SCHEDULER_EXAMPLES", "150"))
 
 @settings(
     max_examples=EXAMPLES,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(workloads())
