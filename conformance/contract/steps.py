@@ -587,10 +587,12 @@ NOTHING_TO_DAMAGE = (
     " asked to damage them (`damage` in [[servers]])"
 )
 """What is said when there is nothing to damage."""
+DISK_FULL = "disk full"
+"""What a trace says of a disk that is full."""
 
 
 class Damage(Model):
-    """What happens to what the connector has stored: to its files, or to its servers."""
+    """What happens to what the connector has stored: to its files, its servers, or its disk."""
 
     files: Files | None = Field(
         default=None,
@@ -598,12 +600,22 @@ class Damage(Model):
         " value on a server that has a command for it; garbage has the length of the file",
     )
     servers: Literal["stopped"] | None = None
+    disk: Literal["full"] | None = Field(
+        default=None,
+        description="from now on, no file can be written beyond half the length of the largest in"
+        " the run's directory: values are cut short, and short ones are still written",
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Damage:
-        if (self.files is None) == (self.servers is None):
-            raise ValueError("damage is either `files` or `servers`")
+        if [self.files, self.servers, self.disk].count(None) != 2:
+            raise ValueError("damage is one of `files`, `servers` and `disk`")
         return self
+
+    @property
+    def what(self) -> str:
+        """What happens, in a word."""
+        return self.files or self.servers or DISK_FULL
 
 
 class Control(Model):
@@ -640,7 +652,10 @@ class ControlStep(BaseStep):
 
 
 class DamageStep(BaseStep):
-    """Damage what the connector has stored, once it has been granted its next load."""
+    """Damage what the connector has stored, once it has been granted its next load.
+
+    A disk is full at once, and until the end of the run.
+    """
 
     damage: Damage
 

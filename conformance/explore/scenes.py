@@ -205,6 +205,19 @@ def damaged(dice: Dice, block: int) -> Scene:
     return Scene(steps, length + block + 3, {"load_failure_policy": "fail"})
 
 
+def full_disk(dice: Dice, block: int) -> Scene:
+    """Fill the disk after a prompt was stored; ask for it, and for what is saved from then on."""
+    length = dice.number(2, 4) * block + dice.pick([0, 1, 2])
+    more = dice.number(block, 2 * block)
+    steps = [_add("a", length, 2), *DROP, {"damage": {"disk": "full"}}]
+    steps.append(_add("b", {"of": "a", "then": more}, dice.number(2, block)))
+    if dice.one_in(2):
+        steps += [{"step": dice.number(1, 3)}, {"preempt": "b"}]
+    steps += [*DROP, _add("c", {"same": "b"}, 2), *DROP, _add("d", {"same": "a"}, 2), RUN]
+    config = {"load_failure_policy": "fail", "budget": dice.pick([64, block + 1])}
+    return Scene(steps, length + more + block + 3, config)
+
+
 def forbidden(dice: Dice, block: int) -> Scene:
     """Ask for what a request has computed whose client forbids to store it."""
     length = dice.number(1, 3) * block + dice.pick([0, 1, 2])
@@ -283,6 +296,7 @@ SCENES = (
     Kind(engines_in_turn),
     Kind(with_grammar, ("vllm",)),
     Kind(damaged),
+    Kind(full_disk),
     Kind(forbidden),
     Kind(reset_in_chunk),
     Kind(resets_overtake),

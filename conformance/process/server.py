@@ -26,7 +26,7 @@ WORDS = ("python", "server_tmp")
 
 POLL = 0.05
 """Seconds between two attempts to reach a server that is starting."""
-CALL_LIMIT = 10.0
+CALL_LIMIT = 30.0
 """Seconds that a command or an HTTP request may take."""
 
 

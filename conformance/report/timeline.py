@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvconform.contract.events import WRITES
+from kvconform.contract.steps import DISK_FULL
 from kvconform.contract.trace import Event
 from kvconform.judge.backtrace import is_noise
 from kvconform.judge.describe import changed_argument, namesake, spans
@@ -425,6 +426,8 @@ def _repaired(e: Event) -> tuple[str, str]:
 
 
 def _damaged(e: Event) -> tuple[str, str]:
+    if e["what"] == DISK_FULL:
+        return "damage", "the disk is full"
     return "damage", f"{e['count']} of the connector's files or servers: {e['what']}"
 
 

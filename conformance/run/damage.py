@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damage to what a connector has stored, in the run's directory or on servers; or dead servers.
+"""Damage to what a connector has stored, in the run's directory or on servers.
 
-The damage is done when the connector has been granted a load, so it has answered the lookup from a
-store that was whole.
+It is done when the connector has been granted a load, so it has answered the lookup from a store
+that was whole. A full disk is there at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvconform.contract.steps import NOTHING_TO_DAMAGE, Damage
@@ -15,6 +16,7 @@ from kvconform.contract.trace import Trace
 from kvconform.observe.call import Call
 from kvconform.observe.probe import Probe
 from kvconform.process.damaged import damage_files
+from kvconform.process.full import full, sizes
 from kvconform.process.servers import Servers
 
 
@@ -23,15 +25,20 @@ class Damager:
     """Damage that is armed, and strikes once.
 
     `folder` is the run's directory. `lacks` is a sentence if there was nothing to damage.
+    `until_end` ends what lasts.
     """
 
     folder: Path
     trace: Trace
     armed: Damage | None = None
     lacks: str | None = None
+    until_end: ExitStack = field(default_factory=ExitStack)
 
     def arm(self, damage: Damage, probe: Probe) -> None:
-        """Damage the store after the next grant of a load that `probe` sees."""
+        """Damage the store after the next grant of a load that `probe` sees; fill a disk now."""
+        if damage.disk:
+            self._fill(damage.what)
+            return
         self.armed = damage
         probe.on("update_state_after_alloc", after=self._granted)
 
@@ -48,9 +55,19 @@ class Damager:
             lacks = "the connector's settings declare no [[servers]]"
         if count:
             self.trace.damaged = True
-            self.trace.emit("store.damaged", what=damage.files or "stopped", count=count)
+            self.trace.emit("store.damaged", what=damage.what, count=count)
         else:
             self.lacks = lacks
+
+    def _fill(self, what: str) -> None:
+        files = sizes(self.folder)
+        limit = max(files, default=0) // 2
+        if limit:
+            self.until_end.enter_context(full(limit))
+            self.trace.damaged = True
+            self.trace.emit("store.damaged", what=what, count=len(files))
+        else:
+            self.lacks = NOTHING_TO_DAMAGE
 
 
 def stop_servers() -> int:

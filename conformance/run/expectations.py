@@ -10,6 +10,7 @@ from typing import Any
 from kvconform.compat.vllm_api import COUNTS_IN_FLIGHT
 from kvconform.contract.events import is_restart
 from kvconform.contract.expectations import Expectation
+from kvconform.contract.steps import DISK_FULL
 from kvconform.contract.trace import Event
 from kvconform.run.forbidden import may_be_stored
 from kvconform.run.promises import ROOM, crowd_of
@@ -327,7 +328,7 @@ class Reloads:
         """
         if getattr(request, "skip_reading_prefix_cache", False):
             return False
-        if self._broke(source) or self._outlived(source):
+        if self._broke(source) or self._outlived(source) or self._disk_is_full:
             return False
         if any(self.state.start_alike(name, source) for name in self.state.cleared):
             return False
@@ -355,6 +356,12 @@ class Reloads:
             of=source,
             promised=promised,
             reloadable=found,
+        )
+
+    @property
+    def _disk_is_full(self) -> bool:
+        return any(
+            e["kind"] == "store.damaged" and e["what"] == DISK_FULL for e in self.state.trace.events
         )
 
     @property

@@ -229,6 +229,8 @@ def _drive(
         # An error of the connector or the engine is a finding; `_culprit` separates ours from them.
         _conclude(run, trace, driver, error, restarted=before is not None)
     finally:
+        if driver is not None:
+            driver.damager.until_end.close()
         note_unfilled(trace)
         run.hurried = driver is not None and driver.state.hurried
         engines = driver.all_engines if driver is not None else ()

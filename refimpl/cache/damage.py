@@ -13,13 +13,16 @@ import sys
 from kvconform.process.damaged import DAMAGED
 from kvconform.refimpl.cache.urls import open_backend
 
+PATIENCE = 20.0
+"""Seconds until a call of the server fails. The machine may be busy."""
+
 
 def damage(url: str, how: str) -> int:
     """Damage every value; return their number.
 
     StoreError if the store fails. ValueError for another URL, KeyError for another kind of damage.
     """
-    store = open_backend(url)
+    store = open_backend(url, PATIENCE)
     keys = [*store.list()]
     for key in keys:
         damaged = DAMAGED[how](store.get(key) or b"")

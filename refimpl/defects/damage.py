@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planted defects: stores that trust what they find on disk."""
+"""Planted defects: stores that trust what they find on disk, or that a disk has room."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from kvconform.refimpl.cache.chunks import ChunkStore
+from kvconform.refimpl.cache.file import FileBackend
 from kvconform.refimpl.cache.seal import HEADER, unpacked
 from kvconform.refimpl.cache.urls import open_backend
 from kvconform.refimpl.connector import ReferenceConnector
+from kvconform.refimpl.plan import Save
 
 
 class _Trusting(ChunkStore):
@@ -95,3 +99,35 @@ class Unverified(_OverFiles):
     """Compares the length of what it reads, and not its content."""
 
     kind = _Unverified
+
+
+class _InPlace(FileBackend):
+    """Writes a file under its name, and leaves what it has written when the disk is full."""
+
+    def _write(self, path: str, value: bytes) -> None:
+        self._make(os.path.dirname(path))
+        with suppress(OSError), open(path, "wb") as file:
+            file.write(value)
+
+
+class TornFiles(ReferenceConnector):
+    """Takes a file for whole although the disk got full while it was written, and fills it up."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._store = _Pads(_InPlace(self.options.store))
+
+
+class ForgetsLostSaves(ReferenceConnector):
+    """Never reports the end of a request of which a save has failed. Use with `async_saves`."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._broken: set[str] = set()
+
+    def _save(self, epoch: int, save: Save, layers: Iterable[str]) -> None:
+        lost = self._store.lost
+        super()._save(epoch, save, layers)
+        if self._store.lost > lost:
+            self._broken.add(save.req)
+        self._sent -= self._broken

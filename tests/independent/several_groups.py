@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from vllm.distributed.kv_transfer.kv_connector.v1 import (
     KVConnectorBase_V1,
@@ -330,8 +331,11 @@ class SeveralGroupsConnector(KVConnectorBase_V1, SupportsHMA):
             part = path.with_name(f"{path.name}.{os.getpid()}.part")
             layers = self._layers[copy.group]
             blocks = {name: dense_copy(layer[copy.block_id]) for name, layer in layers.items()}
-            save_file(blocks, part)
-            part.replace(path)
+            try:
+                save_file(blocks, part)
+                part.replace(path)
+            except (OSError, SafetensorError):  # the disk is full: a later lookup misses
+                part.unlink(missing_ok=True)
 
 
 def blocks_of(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:

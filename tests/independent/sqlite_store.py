@@ -354,9 +354,13 @@ class SqliteStoreConnector(KVConnectorBase_V1):
         ]
         if not rows:
             return
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?)", rows)
-        self._db.execute("COMMIT")
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?)", rows)
+            self._db.execute("COMMIT")
+        except sqlite3.OperationalError:  # the disk is full: a later lookup misses
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
 
     def build_connector_worker_meta(self) -> StepDone | None:
         """Say which step this was."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,8 +52,12 @@ def test_every_file_is_replaced(how: str, length: int | None, tmp_path: Path) ->
 
 
 def test_damage_is_of_one_kind() -> None:
-    for wrong in ({}, {"files": "removed", "servers": "stopped"}):
-        with pytest.raises(ValidationError, match="either `files` or `servers`"):
+    for wrong in (
+        {},
+        {"files": "removed", "servers": "stopped"},
+        {"disk": "full", "files": "longer"},
+    ):
+        with pytest.raises(ValidationError, match="one of `files`, `servers` and `disk`"):
             Damage.model_validate(wrong)
 
 
@@ -72,10 +77,25 @@ def test_a_load_from_damaged_files_is_reported_as_failed(how: str, tmp_path: Pat
     assert all(row.beyond == ("damage",) and not row.gating for row in report.rows)
 
 
+def test_saves_that_fail_on_a_full_disk_are_no_failure_of_a_correct_connector(
+    tmp_path: Path,
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    report = judged("disk", {"store": "{tmp}/store"}, tmp_path)
+    assert not [row for row in report.rows if row.verdict in ("FAIL", "ERROR")]
+    assert not report.unmet
+    (full,) = [event for event in report.trace if event["kind"] == "store.damaged"]
+    later = [event for event in report.trace if event["seq"] > full["seq"]]
+    assert any(event["kind"] == "transfer.failed" for event in later) is False
+    assert all(row.beyond == ("damage",) and not row.gating for row in report.rows)
+    assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
         ("garbage", NOTHING_TO_DAMAGE),
+        ("disk", NOTHING_TO_DAMAGE),
         ("servers", "the connector's settings declare no [[servers]]"),
     ],
 )
