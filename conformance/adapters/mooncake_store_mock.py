@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from kvconform.adapters.registry import Adapter
+from kvconform.process.full import sizes as stored
 
 NOT_FOUND = -704
 NO_ROOM = -200
@@ -113,13 +114,15 @@ class MooncakeDistributedStore:
         file = self._file(key)
         if file.exists():
             return 0
-        taken = sum(entry.stat().st_size for entry in os.scandir(self._folder))
-        if taken + sum(sizes) > self._room:
+        if sum(stored(self._folder)) + sum(sizes) > self._room:
             return NO_ROOM
         new = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
         pieces = zip(addresses, sizes, strict=True)
-        new.write_bytes(b"".join(ctypes.string_at(*piece) for piece in pieces))
-        os.replace(new, file)
+        try:
+            new.write_bytes(b"".join(ctypes.string_at(*piece) for piece in pieces))
+            os.replace(new, file)
+        except OSError:  # the disk is full, or the run is over and its folder is gone
+            return NO_ROOM
         return 0
 
     def _get(self, key: str, addresses: Sequence[int], sizes: Sequence[int]) -> int:

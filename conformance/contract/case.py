@@ -406,6 +406,11 @@ class Case(Model):
             raise ValueError("config: context_parallel must divide the block size")
         if config.tensor_parallel > 2 and not latent:
             raise ValueError("config: more than two tensor parallel ranks need groups [latent]")
+        for each, _ in self.configurations:
+            if each.pipeline_parallel > 1 and len(config.groups) > 1:
+                raise ValueError("config: pipeline_parallel needs a model of one group")
+            if each.ranks > 1 and not LARGE.isdisjoint(config.groups):
+                raise ValueError("config: a group with half of the heads needs one rank")
         return self
 
     @model_validator(mode="after")

@@ -159,9 +159,26 @@ def shard(
         )
         return held, registry
     book = RankBook(registry.book, place)
-    cache = PagedCache(cast(CodeBook, book), num_blocks, block_size, **options)
+    own = _shares_of(groups, book)
+    cache = PagedCache(cast(CodeBook, book), num_blocks, block_size, groups=own, **options)
     cache.names = [f"model.layers.{book.layer + i}.self_attn.attn" for i in range(book.layers)]
     return cache, cast(Registry, RankRegistry(registry, book))
+
+
+def _shares_of(groups: Sequence[Group], book: RankBook) -> tuple[Group, ...]:
+    """Return the groups of one rank. With several, it has a layer of each.
+
+    A state has the first head of its rank.
+    """
+    alone = tuple(range(book.layers))
+    return tuple(
+        replace(
+            group,
+            layers=alone if len(groups) == 1 else group.layers,
+            heads=1 if group.recurrent else group.heads * book.heads // book.whole.heads,
+        )
+        for group in groups
+    )
 
 
 def config_of(config: Any, place: Place) -> Any:
@@ -251,9 +268,9 @@ class Follower(Worker):
         if output.total_num_scheduled_tokens:
             book = self.cache.book
             self._computed = Content.of(book, leader._computed.ids, self._nonce)
-            expected = leader._reads[0].expected
             self._reads = [
-                replace(leader._reads[0], expected=Content.of(book, expected.ids, expected.nonce))
+                replace(reads, expected=Content.of(book, reads.expected.ids, reads.expected.nonce))
+                for reads in leader._reads
             ]
 
     def sample(self) -> ModelRunnerOutput:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvconform.contract.case import LARGE
 from kvconform.contract.situation import policies as known_policies
 from kvconform.explore.dice import Dice
 from kvconform.explore.requests import Requests
@@ -317,6 +318,8 @@ def one(
         extra |= _layers(dice, engine, drafts, extra.get("groups", []))
         if "drafter" in extra:
             _promise_nothing(steps)
+        if engine == "vllm" and _fits_two_ranks(extra) and dice.one_in(4):
+            extra["tensor_parallel"] = 2
     restart = next((step for step in steps if step.get("restart") == "engine"), None)
     if restart is not None and dice.one_in(6):
         restart["restart"] = dice.pick(RESTARTS)
@@ -404,6 +407,12 @@ def _layers(dice: Dice, engine: str, drafts: int, groups: list[str]) -> Data:
     if len(groups) < 2 and dice.one_in(8):
         found["layers"] = dice.pick([[0, 2, 3], [1, 4]])
     return found
+
+
+def _fits_two_ranks(extra: Data) -> bool:
+    """Return whether two ranks can split the heads of several groups."""
+    groups = extra.get("groups", [])
+    return len(groups) > 1 and LARGE.isdisjoint(groups) and not {"layers", "drafter"} & {*extra}
 
 
 def _formats(block: int, extra: Data) -> list[tuple[Data, Data]]:

@@ -210,7 +210,8 @@ class Ledger:
                 size = self._groups[number].block_size
                 positions = range(index * size, (index + 1) * size)
             fresh.append(HandedOut(block, owner, positions))
-            self.view.loads.shape.group_of[block] = number
+            for loads in (self.view.loads, *self.view.other_loads):
+                loads.shape.group_of[block] = number
             self.trace.emit("block", op="alloc", id=block, owner=owner, ref=1, in_flight=False)
         self._fresh = []
         return fresh

@@ -11,9 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
 
+from kvconform.refimpl.cache.chunks import open_store
 from kvconform.refimpl.connector import Finish, ReferenceConnector
 from kvconform.refimpl.faulty import Target, returns
-from kvconform.refimpl.plan import Load, Save
+from kvconform.refimpl.plan import Load, Piece, Save
 from kvconform.refimpl.tracking import Tracked
 from kvconform.refimpl.variants.hybrid import HybridConnector, Part, Share
 from kvconform.refimpl.variants.plain import Plain
@@ -177,6 +178,25 @@ class OneSizeOfFullAttention(HybridConnector):
         self._parts = [
             replace(part, block_size=size) if part.window is None else part for part in self._parts
         ]
+
+
+class WindowsOfTheFirstRank(HybridConnector):
+    """Loads what the first rank has stored of windows and states, on every rank."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        world = vllm_config.parallel_config.world_size
+        self._first = open_store(self.options.store, 0, world, self.options.patience)
+
+    def _load_layer(self, piece: Piece, layer: str) -> bool:
+        assert isinstance(piece, Share)
+        mine = self._store
+        if piece.part.window is not None:
+            self._store = self._first
+        try:
+            return super()._load_layer(piece, layer)
+        finally:
+            self._store = mine
 
 
 class TransfersEverything(HybridConnector):

@@ -55,6 +55,29 @@ def test_a_correct_connector_fails_nothing(case: Case, name: str, tmp_path: Path
         assert [row for row in report.rows if row.verdict == "FAIL"] == []
 
 
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize(
+    "groups", [["sliding"], ["full", "sliding"], ["full", "local"], ["full", "sliding", "state"]]
+)
+def test_ranks_split_the_heads_of_every_group(groups: list[str], load: str, tmp_path: Path) -> None:
+    case = SPEC.cases["groups.ranks"]
+    config = case.config.model_copy(update={"groups": groups})
+    variant = case.model_copy(update={"config": config}).variants(["vllm"])[0]
+    hybrid = Target(
+        "kvconform.refimpl.variants.hybrid:HybridConnector",
+        {"store": "{tmp}/store", "load": load},
+    )
+    report = run_and_judge(variant, hybrid, SPEC, seed=0, tmp=tmp_path)
+    assert report.harness_error is None
+    assert [row for row in report.rows if row.verdict == "FAIL"] == []
+    start = next(event for event in report.trace if event["kind"] == "run.start")
+    assert start["groups"] == len(groups)
+    registered = [event for event in report.trace if event["kind"] == "kv.registered"]
+    assert len(registered) == 2 and all(event["shape"][1] == 1 for event in registered)
+    loads = [event for event in report.trace if event["kind"] == "alloc" and event["external"]]
+    assert all(len(event["tables"]) == len(groups) for event in loads) and loads
+
+
 def test_a_load_is_over_when_the_last_rank_is_done(tmp_path: Path) -> None:
     variant = SPEC.cases["ranks.async-load"].variants(["vllm"])[0]
     trace = run_variant(variant, target("drifting"), seed=0, tmp=tmp_path).trace

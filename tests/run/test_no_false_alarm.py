@@ -151,12 +151,19 @@ class CommitsLate(ReferenceConnector):
             timer = Timer(self.AFTER, now, (epoch, key, layers))
             timer.daemon = True
             timer.start()
+            self.__dict__.setdefault("timers", []).append(timer)
 
         store.commit = later  # type: ignore[method-assign]
         try:
             super().wait_for_save()
         finally:
             store.commit = commit  # type: ignore[method-assign]
+
+    def shutdown(self) -> None:
+        for timer in self.__dict__.pop("timers", ()):
+            timer.cancel()
+            timer.join()
+        super().shutdown()
 
 
 class NeverCommits(CommitsLate):
