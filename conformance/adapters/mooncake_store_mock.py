@@ -2,9 +2,9 @@
 """Adapter `mooncake-store-mock`: a Mooncake store in files, for MooncakeStoreConnector.
 
 The package of Mooncake, its master and its network are replaced; the connector is vLLM's own, with
-its threads and its lookup channel. A store answers as Mooncake's does (tests/adapters compares the
-two): an object is never overwritten, a batch has one answer per key, addresses must be registered,
-and an allocation that finds no room fails with -200. It evicts nothing.
+its threads and its lookup channel. An object is never overwritten, and a batch has one answer per
+key, as of Mooncake (tests/adapters compares the two where Mooncake is installed). Memory must be
+registered, as for RDMA. A put that finds no room fails with -200; nothing is evicted.
 
 The objects of a run lie in the folder that the option `cache_prefix` names, which several stores
 and processes share. The option `kvconform_capacity` is the room for their bytes.
@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -122,6 +123,8 @@ class MooncakeDistributedStore:
             new.write_bytes(b"".join(ctypes.string_at(*piece) for piece in pieces))
             os.replace(new, file)
         except OSError:  # the disk is full, or the run is over and its folder is gone
+            with suppress(OSError):
+                new.unlink()
             return NO_ROOM
         return 0
 
@@ -170,6 +173,8 @@ def install() -> None:
 
     def constructed(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if "cache_prefix" not in options:
+            raise ValueError('mooncake-store-mock needs the option cache_prefix = "{tmp}"')
         _settings.folder = options["cache_prefix"]
         _settings.room = options.get("kvconform_capacity", ROOM)
         construct(self, vllm_config, *args, **kwargs)

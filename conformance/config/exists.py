@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kvconform.compat.factory import installed_names
 from kvconform.compat.installed import may_provide
+from kvconform.config.catalogue import PREFIX
 from kvconform.errors import UsageError, did_you_mean, meant
 
 _CONNECTOR = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*")
@@ -35,6 +36,11 @@ def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None
     absent = [place for place in pythonpath if not Path(place).exists()]
     if absent:
         raise UsageError(f"there is no directory {absent[0]}, which pythonpath names")
+    if connector.startswith(PREFIX):
+        raise UsageError(
+            f"an entry of the catalogue is named on the command line (kvconform run {connector});"
+            " a settings file names a class"
+        )
     if not _CONNECTOR.fullmatch(connector):
         module, _, name = connector.rpartition(".")
         looks_like_a_class = name[:1].isupper()

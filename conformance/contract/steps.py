@@ -587,6 +587,8 @@ NOTHING_TO_DAMAGE = (
     " asked to damage them (`damage` in [[servers]])"
 )
 """What is said when there is nothing to damage."""
+NOTHING_TO_FILL = "the connector has no files in {tmp} (extra_config)"
+"""What is said when no disk can be full."""
 DISK_FULL = "disk full"
 """What a trace says of a disk that is full."""
 
@@ -602,8 +604,8 @@ class Damage(Model):
     servers: Literal["stopped"] | None = None
     disk: Literal["full"] | None = Field(
         default=None,
-        description="from now on, no file can be written beyond half the length of the largest in"
-        " the run's directory: values are cut short, and short ones are still written",
+        description="from then on, the process can write no file beyond half the length of the"
+        " largest in the run's directory: values are cut short, and short ones are still written",
     )
 
     @model_validator(mode="after")
@@ -654,7 +656,7 @@ class ControlStep(BaseStep):
 class DamageStep(BaseStep):
     """Damage what the connector has stored, once it has been granted its next load.
 
-    A disk is full at once, and until the end of the run.
+    A disk is full until the end of the run, or of its process.
     """
 
     damage: Damage

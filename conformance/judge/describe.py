@@ -71,7 +71,8 @@ def _wrong(e: Event) -> str:
     last = e["pos"] + e["count"] - 1
     where = f"position {e['pos']}" if e["count"] == 1 else f"positions {e['pos']}-{last}"
     side = {"k": "K", "v": "V", "both": "K and V"}[e["kv"]]
-    memory = f"{_layer(e)}, block {e['block']}, {_VIA[e['via']]}"
+    origin = _VIA[e["via"]] if e["block"] or e["transfer"] else "the null block"
+    memory = f"{_layer(e)}, block {e['block']}, {origin}"
     found = e["found"].replace("_", " ")
     if e["found"] in _SPELT_OUT:
         found = _FOUND[e["found"]]

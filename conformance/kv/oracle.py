@@ -551,7 +551,13 @@ class Oracle(Loads):
                 # If it never arrived, load.due.missing has it. If it was late, `_granted` emits.
                 continue
             last = runs[-1] if runs else None
-            if last and last[0].kin == item.kin and last[0].pos + last[1] == item.pos:
+            follows = last is not None and last[0].pos + last[1] == item.pos
+            if (
+                last
+                and follows
+                and last[0].kin == item.kin
+                and (last[0].slot < self.cache.stride) == (block == 0)  # the null block is apart
+            ):
                 runs[-1] = (last[0], last[1] + 1)
             else:
                 runs.append((item, 1))

@@ -2,7 +2,7 @@
 """Damage to what a connector has stored, in the run's directory or on servers.
 
 It is done when the connector has been granted a load, so it has answered the lookup from a store
-that was whole. A full disk is there at once.
+that was whole.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvconform.contract.steps import NOTHING_TO_DAMAGE, Damage
+from kvconform.contract.steps import NOTHING_TO_DAMAGE, NOTHING_TO_FILL, Damage
 from kvconform.contract.trace import Trace
 from kvconform.observe.call import Call
 from kvconform.observe.probe import Probe
@@ -35,10 +35,7 @@ class Damager:
     until_end: ExitStack = field(default_factory=ExitStack)
 
     def arm(self, damage: Damage, probe: Probe) -> None:
-        """Damage the store after the next grant of a load that `probe` sees; fill a disk now."""
-        if damage.disk:
-            self._fill(damage.what)
-            return
+        """Damage the store after the next grant of a load that `probe` sees."""
         self.armed = damage
         probe.on("update_state_after_alloc", after=self._granted)
 
@@ -46,7 +43,10 @@ class Damager:
         if self.armed is None or not call.arg(2, "num_external_tokens", 0):
             return
         damage, self.armed = self.armed, None
-        if damage.files is not None:
+        if damage.disk is not None:
+            count = self._fill()
+            lacks = NOTHING_TO_FILL
+        elif damage.files is not None:
             count = damage_files(self.folder, damage.files)
             count += sum(servers.damage(damage.files) for servers in Servers.active)
             lacks = NOTHING_TO_DAMAGE
@@ -59,15 +59,14 @@ class Damager:
         else:
             self.lacks = lacks
 
-    def _fill(self, what: str) -> None:
+    def _fill(self) -> int:
+        """Let the disk be full; return the number of files, or 0 if nothing would be cut short."""
         files = sizes(self.folder)
         limit = max(files, default=0) // 2
-        if limit:
-            self.until_end.enter_context(full(limit))
-            self.trace.damaged = True
-            self.trace.emit("store.damaged", what=what, count=len(files))
-        else:
-            self.lacks = NOTHING_TO_DAMAGE
+        if not limit:
+            return 0
+        self.until_end.enter_context(full(limit))
+        return len(files)
 
 
 def stop_servers() -> int:

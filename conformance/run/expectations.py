@@ -328,7 +328,7 @@ class Reloads:
         """
         if getattr(request, "skip_reading_prefix_cache", False):
             return False
-        if self._broke(source) or self._outlived(source) or self._disk_is_full:
+        if self._broke(source) or self._outlived(source) or self._found_no_room(source):
             return False
         if any(self.state.start_alike(name, source) for name in self.state.cleared):
             return False
@@ -347,7 +347,12 @@ class Reloads:
         failed = [e for e in state.trace.events if e["kind"] == "transfer.failed"]
         own = [e for e in failed if e["req"] == state.ids[source]]
         over = bool(ended and own) and failed[-1]["seq"] < ended[-1]["seq"]
-        if not over or not self._is_declared or self._outlived(source):
+        if (
+            not over
+            or not self._is_declared
+            or self._outlived(source)
+            or self._found_no_room(source)
+        ):
             return
         promised, found = self._promised(source, request, event)
         state.trace.emit(
@@ -358,11 +363,16 @@ class Reloads:
             reloadable=found,
         )
 
-    @property
-    def _disk_is_full(self) -> bool:
-        return any(
-            e["kind"] == "store.damaged" and e["what"] == DISK_FULL for e in self.state.trace.events
-        )
+    def _found_no_room(self, source: str) -> bool:
+        """Return whether the disk got full before `source` ended."""
+        for e in self.state.trace.events:
+            if e["kind"] == "store.damaged" and e["what"] == DISK_FULL:
+                return True
+            if e["kind"] == "req.finished" and (e["req"], e["generation"]) == (
+                self.state.incarnation(source)
+            ):
+                return False
+        return False
 
     @property
     def _is_declared(self) -> bool:

@@ -56,6 +56,7 @@ def mooncakes(port: int, room: int = 64 << 20) -> Any:
     end = time.monotonic() + 30
     while store.setup("127.0.0.1", "P2PHANDSHAKE", room, 16 << 20, "tcp", "", master):
         assert time.monotonic() < end
+        time.sleep(0.1)
     return store
 
 
@@ -70,10 +71,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
         port = free.getsockname()[1]
     program = Path(sys.executable).parent / "mooncake_master"
     with subprocess.Popen([program, "-rpc_port", str(port), "-metrics_port", "0"]) as master:
-        opened = mooncakes(port)
-        yield opened
-        opened.close()
-        master.kill()
+        try:
+            opened = mooncakes(port)
+            yield opened
+            opened.close()
+        finally:
+            master.kill()
 
 
 def test_what_is_stored_is_read_in_pieces(store: Any) -> None:

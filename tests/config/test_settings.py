@@ -196,6 +196,7 @@ class TestEnvironment:
         [
             ("pkg.mod.Class", "did you mean pkg.mod:Class?"),
             ("a b:C", "does not name a connector"),
+            ("catalogue:example", "on the command line (kvconform run catalogue:example)"),
             ("no_such_package_here.mod:C", "there is no package 'no_such_package_here'"),
         ],
     )

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,33 @@ def test_what_is_printed_meanwhile_is_not_lost(how: str, code: int, tmp_path: Pa
         time.sleep(0.01)
     assert ("afterwards" in said) == (code == 0)
     assert code or "x" * 500 in said
+
+
+def test_what_python_prints_to_another_file_is_not_lost(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log, redirect_stdout(log):
+        print("before")
+        with full(20):
+            print("x" * 500)
+    assert (tmp_path / "log").read_text() == "before\n" + "x" * 500 + "\n"
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits other processes")
+def test_processes_of_connectors_meet_the_limit_only_meanwhile() -> None:
+    def limit(process: subprocess.Popen[bytes]) -> int:
+        return resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[0]
+
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(command) as earlier:
+        began = time.monotonic()
+        with full(1000):
+            later = subprocess.Popen(command)
+            assert (limit(earlier), limit(later)) == (1000, 1000)
+        assert (limit(earlier), limit(later)) == (usual, usual)
+        assert time.monotonic() - began < 30
+        for process in (earlier, later):
+            process.kill()
+            process.wait()
 
 
 def test_sizes_are_those_of_regular_files(tmp_path: Path) -> None:

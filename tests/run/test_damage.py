@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from kvconform.config.settings import load
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
-from kvconform.contract.steps import NOTHING_TO_DAMAGE, Damage
+from kvconform.contract.steps import NOTHING_TO_DAMAGE, NOTHING_TO_FILL, Damage
 from kvconform.contract.trace import Trace
 from kvconform.errors import EnvironmentProblem
 from kvconform.judge.records import CaseReport
@@ -84,9 +84,12 @@ def test_saves_that_fail_on_a_full_disk_are_no_failure_of_a_correct_connector(
     report = judged("disk", {"store": "{tmp}/store"}, tmp_path)
     assert not [row for row in report.rows if row.verdict in ("FAIL", "ERROR")]
     assert not report.unmet
-    (full,) = [event for event in report.trace if event["kind"] == "store.damaged"]
-    later = [event for event in report.trace if event["seq"] > full["seq"]]
-    assert any(event["kind"] == "transfer.failed" for event in later) is False
+    assert not any(event["kind"] == "transfer.failed" for event in report.trace)
+    granted = {
+        event["req"]: event["external"] for event in report.trace if event["kind"] == "alloc"
+    }
+    # What was stored of a is loaded; of b and c nothing was.
+    assert (granted["b"], granted["d"], granted["e"], granted["f"]) == (16, 16, 0, 16)
     assert all(row.beyond == ("damage",) and not row.gating for row in report.rows)
     assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
 
@@ -95,7 +98,7 @@ def test_saves_that_fail_on_a_full_disk_are_no_failure_of_a_correct_connector(
     ("name", "sentence"),
     [
         ("garbage", NOTHING_TO_DAMAGE),
-        ("disk", NOTHING_TO_DAMAGE),
+        ("disk", NOTHING_TO_FILL),
         ("servers", "the connector's settings declare no [[servers]]"),
     ],
 )

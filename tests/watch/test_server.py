@@ -181,12 +181,13 @@ with open({str(births)!r}, "a") as file:
     )
     settings = mine.settings.model_copy(update={"select": ["lifecycle.restart-interpreter"]})
     assert reseeded(mine) == []
-    counts = [0]
+    counts, processes = [0], set()
     for _ in range(2):
         assert client.run_if_warm(settings) == 0
         [process] = reseeded(mine)
+        processes.add(process.pid)
         counts.append(births.read_text().splitlines().count(f"{process.pid} None"))
-    assert counts[0] < counts[1] < counts[2], "both runs asked the same process"
+    assert len(processes) == 1 and counts[0] < counts[1] < counts[2]
     process.kill()
     process.wait()
     assert client.run_if_warm(settings) == 0, "a new interpreter does it"
