@@ -7,7 +7,8 @@ key, as of Mooncake (tests/adapters compares the two where Mooncake is installed
 registered, as for RDMA. A put that finds no room fails with -200; nothing is evicted.
 
 The objects of a run lie in the folder that the option `cache_prefix` names, which several stores
-and processes share. The option `kvconform_capacity` is the room for their bytes.
+and processes share. The option `kvconform_capacity` is the room for their bytes. The option
+`kvconform_put_delay` is how many seconds a put takes before it reads memory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import importlib.machinery
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +35,7 @@ INVALID = -600
 ROOM = 64 << 20
 """Bytes that a folder has room for unless `kvconform_capacity` says otherwise."""
 _settings = threading.local()
-"""`folder` and `room` of the worker half that this thread constructs."""
+"""`folder`, `room` and `delay` of the worker half that this thread constructs."""
 
 
 class ReplicateConfig:
@@ -51,6 +53,7 @@ class MooncakeDistributedStore:
     def __init__(self) -> None:
         self._folder: Path | None = None
         self._room = ROOM
+        self._delay = 0.0
         self._registered: dict[int, int] = {}
 
     def setup(self, *args: object, **kwargs: object) -> int:
@@ -58,6 +61,7 @@ class MooncakeDistributedStore:
         self._folder = Path(_settings.folder, "mooncake")
         self._folder.mkdir(parents=True, exist_ok=True)
         self._room = _settings.room
+        self._delay = _settings.delay
         return 0
 
     def close(self) -> int:
@@ -85,6 +89,8 @@ class MooncakeDistributedStore:
         config: ReplicateConfig | None = None,
     ) -> list[int]:
         """Store memory as objects; return 0 or an error's number for each."""
+        if self._delay:
+            time.sleep(self._delay)
         return [self._put(*each) for each in zip(keys, addresses, sizes, strict=True)]
 
     def batch_get_into_multi_buffers(
@@ -177,6 +183,7 @@ def install() -> None:
             raise ValueError('mooncake-store-mock needs the option cache_prefix = "{tmp}"')
         _settings.folder = options["cache_prefix"]
         _settings.room = options.get("kvconform_capacity", ROOM)
+        _settings.delay = options.get("kvconform_put_delay", 0.0)
         construct(self, vllm_config, *args, **kwargs)
 
     half.__init__ = constructed

@@ -12,6 +12,7 @@ import ctypes
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,9 +42,12 @@ class Memory:
         return self._bytes.raw
 
 
-def in_files(folder: Path, room: int = mock.ROOM) -> mock.MooncakeDistributedStore:
+def in_files(
+    folder: Path, room: int = mock.ROOM, delay: float = 0.0
+) -> mock.MooncakeDistributedStore:
     store = mock.MooncakeDistributedStore()
-    mock._settings.folder, mock._settings.room = str(folder), room
+    settings = mock._settings
+    settings.folder, settings.room, settings.delay = str(folder), room, delay
     assert store.setup() == 0
     return store
 
@@ -134,6 +138,23 @@ def test_a_batch_that_finds_no_room_fails_in_part(tmp_path: Path) -> None:
     store.register_buffer(memory.address, 16)
     put = store.batch_put_from_multi_buffers(["a", "b"], [[memory.address]] * 2, [[16]] * 2)
     assert put == [0, mock.NO_ROOM] and store.batch_is_exist(["a", "b"]) == [1, 0]
+
+
+def test_a_slow_put_reads_memory_late(tmp_path: Path) -> None:
+    store = in_files(tmp_path, delay=0.5)
+    memory = Memory(b"1" * 8 + bytes(8))
+    store.register_buffer(memory.address, 16)
+    put = threading.Thread(
+        target=store.batch_put_from_multi_buffers, args=(["k"], [[memory.address]], [[8]])
+    )
+    began = time.monotonic()
+    put.start()
+    ctypes.memset(memory.address, ord("2"), 8)
+    changed = time.monotonic()
+    put.join()
+    assert time.monotonic() - began > 0.4
+    store.batch_get_into_multi_buffers(["k"], [[memory.address + 8]], [[8]])
+    assert bytes(memory)[8:] == b"2" * 8 or changed - began > 0.4
 
 
 def test_a_folder_is_common_to_its_stores_and_outlives_them(tmp_path: Path) -> None:
