@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic writes of files, checks of folders before a command begins, and scratch folders."""
+"""Atomic writes and sizes of files, checks of folders, and scratch folders."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+import stat
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,22 @@ def replace(path: Path, data: str | bytes) -> None:
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def sizes_below(folder: Path, *, links: bool = False) -> list[int]:
+    """Return the bytes of each regular file in a directory and below it; none if it is missing.
+
+    `links`: links to such files count, too.
+    """
+    found = []
+    # A thread of a connector's may remove files and directories meanwhile.
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(os.path.join(parent, name), follow_symlinks=links)
+                if stat.S_ISREG(status.st_mode):
+                    found.append(status.st_size)
+    return found
 
 
 def check_writable(option: str, folder: Path) -> None:

@@ -16,24 +16,23 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.machinery
-import os
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from kvconform.adapters.registry import Adapter
-from kvconform.process.full import sizes as stored
+from kvconform.files import replace, sizes_below
 
 NOT_FOUND = -704
 NO_ROOM = -200
 INVALID = -600
 ROOM = 64 << 20
 """Bytes that a folder has room for unless `kvconform_capacity` says otherwise."""
+_putting = threading.Lock()
 _settings = threading.local()
 """`folder`, `room` and `delay` of the worker half that this thread constructs."""
 
@@ -116,26 +115,23 @@ class MooncakeDistributedStore:
         return self._folder / hashlib.sha256(key.encode()).hexdigest()
 
     def _put(self, key: str, addresses: Sequence[int], sizes: Sequence[int]) -> int:
-        if self._folder is None or not self._may(addresses, sizes):
+        if self._folder is None or not self._is_registered(addresses, sizes):
             return INVALID
         file = self._file(key)
-        if file.exists():
-            return 0
-        if sum(stored(self._folder)) + sum(sizes) > self._room:
-            return NO_ROOM
-        new = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
         pieces = zip(addresses, sizes, strict=True)
-        try:
-            new.write_bytes(b"".join(ctypes.string_at(*piece) for piece in pieces))
-            os.replace(new, file)
-        except OSError:  # the disk is full, or the run is over and its folder is gone
-            with suppress(OSError):
-                new.unlink()
-            return NO_ROOM
+        with _putting:
+            if file.exists():
+                return 0
+            if sum(sizes_below(self._folder)) + sum(sizes) > self._room:
+                return NO_ROOM
+            try:
+                replace(file, b"".join(ctypes.string_at(*piece) for piece in pieces))
+            except OSError:  # the disk is full, or the run is over and its folder is gone
+                return NO_ROOM
         return 0
 
     def _get(self, key: str, addresses: Sequence[int], sizes: Sequence[int]) -> int:
-        if self._folder is None or not self._may(addresses, sizes):
+        if self._folder is None or not self._is_registered(addresses, sizes):
             return INVALID
         try:
             data = self._file(key).read_bytes()
@@ -150,7 +146,7 @@ class MooncakeDistributedStore:
             start += size
         return len(data)
 
-    def _may(self, addresses: Sequence[int], sizes: Sequence[int]) -> bool:
+    def _is_registered(self, addresses: Sequence[int], sizes: Sequence[int]) -> bool:
         """Return whether all pieces of memory lie in registered memory."""
         return all(
             any(

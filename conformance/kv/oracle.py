@@ -222,11 +222,6 @@ class Wrong:
     held: Diagnosis
     grant: Grant | None
 
-    @property
-    def kin(self) -> tuple[object, ...]:
-        """Key that neighbours must share to be reported as one range."""
-        return id(self.chain), self.layer, self.held.found, self.held.side
-
 
 class Shape(Protocol):
     """The properties of a KV cache that are needed to note the loads into it (see PagedCache)."""
@@ -551,13 +546,7 @@ class Oracle(Loads):
                 # If it never arrived, load.due.missing has it. If it was late, `_granted` emits.
                 continue
             last = runs[-1] if runs else None
-            follows = last is not None and last[0].pos + last[1] == item.pos
-            if (
-                last
-                and follows
-                and last[0].kin == item.kin
-                and (last[0].slot < self.cache.stride) == (block == 0)  # the null block is apart
-            ):
+            if last and self._kin(last[0]) == self._kin(item) and last[0].pos + last[1] == item.pos:
                 runs[-1] = (last[0], last[1] + 1)
             else:
                 runs.append((item, 1))
@@ -584,6 +573,19 @@ class Oracle(Loads):
                 damaged=self.trace.damaged,
             )
         self.pending.clear()
+
+    def _kin(self, item: Wrong) -> tuple[object, ...]:
+        """Key that neighbours must share to be reported as one range.
+
+        The null block is apart: a connector is not to blame for what is read there.
+        """
+        return (
+            id(item.chain),
+            item.layer,
+            item.held.found,
+            item.held.side,
+            item.slot < self.cache.stride,
+        )
 
     def _via(self, item: Wrong) -> tuple[str, str | None, bool | None]:
         """Return the fields `via`, `transfer` and `transfer_sync` of a kv.wrong."""

@@ -7,10 +7,8 @@ and `cached(request)` what they have of a request. A third one, `sizes()`, is op
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
@@ -21,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, Valida
 
 from kvconform.contract.trace import Event, Trace
 from kvconform.errors import UsageError
+from kvconform.files import sizes_below
 from kvconform.observe.call import Call
 from kvconform.observe.probe import Probe
 from kvconform.process import clock
@@ -261,10 +260,11 @@ class CacheObserver:
 
     def _measured(self) -> list[tuple[Mapping[str, Any], int | None]]:
         """Return the sizes of the levels, each with the bytes of its files, if it has a path."""
-        return [
-            (size, bytes_in_files(Path(folder)) if (folder := size.get("path")) else None)
-            for size in self._sizes()
-        ]
+        found = []
+        for size in self._sizes():
+            folder = size.get("path")
+            found.append((size, sum(sizes_below(Path(folder), links=True)) if folder else None))
+        return found
 
     def _sizes(self) -> Sequence[Mapping[str, Any]]:
         """Return the sizes of the levels, if the Inspector shows them."""
@@ -284,18 +284,6 @@ def waits(patience: float) -> Iterator[bool]:
         time.sleep(POLL)
         patience -= min(clock.monotonic() - before, 2 * POLL)
         yield True
-
-
-def bytes_in_files(folder: Path) -> int:
-    """Return the size of all files in a directory and below it; 0 if there is none."""
-    total = 0
-    # A thread of the connector's may remove files and directories meanwhile.
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                found = os.stat(os.path.join(parent, name))
-                total += found.st_size if stat.S_ISREG(found.st_mode) else 0
-    return total
 
 
 def evicted(

@@ -203,6 +203,9 @@ class Ledger:
             for index, block in enumerate(table)
         }
         fresh = []
+        groups_of_ranks = [
+            each.shape.group_of for each in (self.view.loads, *self.view.other_loads)
+        ]
         for block in filter(None, self._fresh):
             owner, number, index = places.get(block, (NO_OWNER, 0, None))
             positions = None
@@ -210,8 +213,8 @@ class Ledger:
                 size = self._groups[number].block_size
                 positions = range(index * size, (index + 1) * size)
             fresh.append(HandedOut(block, owner, positions))
-            for loads in (self.view.loads, *self.view.other_loads):
-                loads.shape.group_of[block] = number
+            for group_of in groups_of_ranks:
+                group_of[block] = number
             self.trace.emit("block", op="alloc", id=block, owner=owner, ref=1, in_flight=False)
         self._fresh = []
         return fresh

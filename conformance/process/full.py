@@ -19,25 +19,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TextIO
 
 from kvconform.process import alive
 
 PATIENCE = 5.0
 """Seconds for the last output of processes that go on."""
-
-
-def sizes(folder: Path) -> list[int]:
-    """Return the bytes of each regular file below `folder`."""
-    found = []
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                status = os.lstat(os.path.join(parent, name))
-                if stat.S_ISREG(status.st_mode):
-                    found.append(status.st_size)
-    return found
 
 
 @contextmanager
@@ -107,9 +94,11 @@ def _streams_in_memory() -> Iterator[None]:
             if _is_another_file(stream):
                 kept.append((stream, io.StringIO()))
                 stack.enter_context(redirect(kept[-1][1]))
-        yield
-    for stream, text in kept:
-        stream.write(text.getvalue())
+        try:
+            yield
+        finally:
+            for stream, text in kept:
+                stream.write(text.getvalue())
 
 
 def _is_another_file(stream: TextIO) -> bool:

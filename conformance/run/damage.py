@@ -13,10 +13,11 @@ from pathlib import Path
 
 from kvconform.contract.steps import NOTHING_TO_DAMAGE, NOTHING_TO_FILL, Damage
 from kvconform.contract.trace import Trace
+from kvconform.files import sizes_below
 from kvconform.observe.call import Call
 from kvconform.observe.probe import Probe
 from kvconform.process.damaged import damage_files
-from kvconform.process.full import full, sizes
+from kvconform.process.full import full
 from kvconform.process.servers import Servers
 
 
@@ -61,7 +62,7 @@ class Damager:
 
     def _fill(self) -> int:
         """Let the disk be full; return the number of files, or 0 if nothing would be cut short."""
-        files = sizes(self.folder)
+        files = sizes_below(self.folder)
         limit = max(files, default=0) // 2
         if not limit:
             return 0

@@ -328,7 +328,7 @@ class Reloads:
         """
         if getattr(request, "skip_reading_prefix_cache", False):
             return False
-        if self._broke(source) or self._outlived(source) or self._found_no_room(source):
+        if self._broke(source) or self._may_be_gone(source):
             return False
         if any(self.state.start_alike(name, source) for name in self.state.cleared):
             return False
@@ -347,12 +347,7 @@ class Reloads:
         failed = [e for e in state.trace.events if e["kind"] == "transfer.failed"]
         own = [e for e in failed if e["req"] == state.ids[source]]
         over = bool(ended and own) and failed[-1]["seq"] < ended[-1]["seq"]
-        if (
-            not over
-            or not self._is_declared
-            or self._outlived(source)
-            or self._found_no_room(source)
-        ):
+        if not over or not self._is_declared or self._may_be_gone(source):
             return
         promised, found = self._promised(source, request, event)
         state.trace.emit(
@@ -363,16 +358,16 @@ class Reloads:
             reloadable=found,
         )
 
+    def _may_be_gone(self, source: str) -> bool:
+        """Return whether some KV of `source` was reset, or met a full disk."""
+        return self._outlived(source) or self._found_no_room(source)
+
     def _found_no_room(self, source: str) -> bool:
         """Return whether the disk got full before `source` ended."""
-        for e in self.state.trace.events:
-            if e["kind"] == "store.damaged" and e["what"] == DISK_FULL:
-                return True
-            if e["kind"] == "req.finished" and (e["req"], e["generation"]) == (
-                self.state.incarnation(source)
-            ):
-                return False
-        return False
+        damage = [e for e in self.state.trace.events if e["kind"] == "store.damaged"]
+        full = next((e["seq"] for e in damage if e["what"] == DISK_FULL), None)
+        ends = [e["seq"] for e in self._of_source("req.finished", source)]
+        return full is not None and (not ends or full < ends[0])
 
     @property
     def _is_declared(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
+from kvconform.refimpl.cache.backend import Backend
 from kvconform.refimpl.cache.chunks import ChunkStore
 from kvconform.refimpl.cache.file import FileBackend
 from kvconform.refimpl.cache.seal import HEADER, unpacked
@@ -74,7 +75,10 @@ class _OverFiles(ReferenceConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._store = self.kind(open_backend(self.options.store))
+        self._store = self.kind(self._backend())
+
+    def _backend(self) -> Backend:
+        return open_backend(self.options.store)
 
 
 class ZerosForMissing(_OverFiles):
@@ -110,12 +114,13 @@ class _InPlace(FileBackend):
             file.write(value)
 
 
-class TornFiles(ReferenceConnector):
+class TornFiles(_OverFiles):
     """Takes a file for whole although the disk got full while it was written, and fills it up."""
 
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        self._store = _Pads(_InPlace(self.options.store))
+    kind = _Pads
+
+    def _backend(self) -> Backend:
+        return _InPlace(self.options.store)
 
 
 class ForgetsLostSaves(ReferenceConnector):

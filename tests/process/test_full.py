@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvconform.process.full import full, sizes
+from kvconform.files import sizes_below
+from kvconform.process.full import full
 
 PROGRAM = """
 import os, sys
@@ -104,4 +105,4 @@ def test_sizes_are_those_of_regular_files(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_bytes(bytes(30))
     os.symlink(tmp_path / "folder" / "file", tmp_path / "link")
-    assert sizes(tmp_path) == [30]
+    assert sizes_below(tmp_path) == [30]
