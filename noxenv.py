@@ -405,8 +405,9 @@ def built_in(folder: Path) -> dict[str, str]:
 def placed(requirement: str, here: Path) -> str:
     """Return a pip requirement with its path, if any, made absolute; it is relative to `here`."""
     *options, last = shlex.split(requirement)
-    if (here / last).exists():
-        return shlex.join([*options, str((here / last).resolve())])
+    path, bracket, extras = last.partition("[")
+    if (here / path).exists():
+        return shlex.join([*options, f"{(here / path).resolve()}{bracket}{extras}"])
     return requirement
 
 
@@ -427,7 +428,7 @@ def newest(requirement: str) -> str:
     It is the time of the newest file of a local path, else constant. What builds, tools and
     kvconform leave behind does not count.
     """
-    path = ROOT / shlex.split(requirement)[-1]
+    path = ROOT / shlex.split(requirement)[-1].partition("[")[0]  # extras
     if path.is_file():
         return str(path.stat().st_mtime_ns)
     ages = [0]

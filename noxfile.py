@@ -74,6 +74,8 @@ def options(session: nox.Session) -> tuple[argparse.Namespace, list[str]]:
     mine, rest = parser.parse_known_args(session.posargs)
     here = Path(session.invoked_from)
     for item in mine.install:
+        if not item.strip():
+            session.error("--install names nothing")
         if (absent := noxenv.missing(item, here)) is not None:
             session.error(
                 f"--install {item}: there is no {absent};"
@@ -116,7 +118,7 @@ def prepare(session: nox.Session, *packages: str) -> tuple[Any, list[str]]:
     if chosen != env.done["vllm"][0]:
         env = noxenv.install_release(session, env, chosen)
     session.log("vLLM package: {} ({})".format(*env.done["vllm"]))
-    if session.name in ("conformance", "gpu", "init", "live"):
+    if session.name in ("conformance", "explore", "gpu", "init", "live"):
         noxenv.ENV["KVCONFORM_THROUGH"] = shlex.join(command_for_reports(session, mine))
     if mine.install:
         env = noxenv.install_connector(session, env, mine.install)
@@ -154,9 +156,11 @@ def init(session: nox.Session) -> None:
     For example: `-- ../mypkg`. `-- --template ../new` starts a new connector.
     """
     here = Path(session.invoked_from)
-    packages = [
-        word for word in options(session)[1] or ["."] if (here / word / "pyproject.toml").is_file()
-    ]
+    rest = options(session)[1]
+    folders = [word for word in rest if (here / word).is_dir()]
+    if not folders and "--template" not in rest:
+        folders = ["."]
+    packages = [word for word in folders if (here / word / "pyproject.toml").is_file()]
     env, rest = prepare(session, *(str((here / word).resolve()) for word in packages))
     env.kvconform("init", *rest)
 

@@ -242,10 +242,13 @@ def _settings(
         "select": selected or None,
         **{name: options[name] or None for name in repeated},
     }
+    limit = options["hook_timeout"]
     again = {
         "--extra-config": extra_config,
         "--profile": options["profile"],
         "--role": options["role"],
+        "--strict": options["strict"],
+        "--hook-timeout": None if limit is None else str(limit),
         "--half": options["half"],
         "--config": config,
         "--device": options["device"],

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvconform import cli, commands
+from kvconform.config import settings
 from kvconform.contract.loader import load_spec
 from kvconform.snapshots import command as snapshots
 
@@ -51,7 +53,8 @@ def test_a_report_directory_of_defects_is_checked_first(
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = kvconform(capsys, "version")
     assert code == 0
-    assert out.startswith("kvconform ")
+    names = [line.split()[0] for line in out.splitlines()]
+    assert names == ["kvconform", "vllm", "python", "pytest", "pytest-xdist", "pydantic"]
 
 
 def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -209,3 +212,25 @@ def test_every_option_is_a_setting() -> None:
 
     own = {"connector", "option_connector", "config", "no_server"}
     assert set(inspect.signature(cli.run).parameters) - own <= set(Settings.model_fields)
+
+
+def test_a_report_repeats_each_option_that_can_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the run, which the report names, the command shows the same failure again."""
+    import inspect
+
+    loaded: dict[str, Any] = {}
+    monkeypatch.setattr(settings, "load", lambda given, *, file: loaded.update(given))
+    parameters = inspect.signature(cli.run, eval_str=True).parameters
+    texts = {name: f"the-{name}" for name in parameters}
+    lists = {name: [texts[name]] for name in ("adapters", "cases", "pythonpath", "select")}
+    values: dict[str, Any] = texts | lists | {"extra_config": "{}", "option_connector": None}
+    values |= {"strict": True, "emulate_cuda": True, "hook_timeout": 2.5}
+    cli._settings(**{name: value for name, value in values.items() if name != "no_server"})
+    named = {"connector", "option_connector", "engine", "scheduling", "slow"}
+    named |= {"select", "trace", "seed", "seeds"}
+    how_told = {"report_dir", "workers", "verbose", "full", "debug", "no_server", "shard", "shrink"}
+    repeated = {name for name, value in texts.items() if value in loaded["arguments"]}
+    repeated |= {"extra_config", "strict", "emulate_cuda", "hook_timeout"}
+    assert repeated == {*parameters} - named - how_told
+    for word in ("{}", "--strict", "--emulate-cuda", "2.5"):
+        assert word in loaded["arguments"]

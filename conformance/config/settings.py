@@ -274,6 +274,10 @@ def load(given: dict[str, Any], *, file: str | None = None, start: Path | None =
     given_here = _validate(own, COMMAND_LINE)
     names = [key.replace("-", "_") for key in own]
     merged = settings.model_copy(update={name: getattr(given_here, name) for name in names})
+    if "select" in own and "trace" in own:
+        raise UsageError("--trace and -k cannot be combined: --trace names the case that is run")
+    if "trace" in own or "cases" in own and "select" not in own:
+        merged.select = []  # those of the file are not meant
     merged.expected_failures = settings.expected_failures
     merged.file = str(path) if path else None
     if merged.connector == REFERENCE and not merged.extra_config:
@@ -334,6 +338,8 @@ def _table(path: Path) -> dict[str, Any] | None:
     """Return the settings in a file; None for a pyproject.toml without any."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         content = path.read_bytes().decode(errors="replace")
         if path.name == "pyproject.toml" and "kvconform" not in content:
@@ -418,6 +424,8 @@ def parse_extra_config(text: str) -> dict[str, Any]:
             raise UsageError(
                 f"--extra-config: {name} cannot be read: {error.strerror or error}"
             ) from None
+        except UnicodeDecodeError as error:
+            raise UsageError(f"--extra-config: {name} is not UTF-8: {error}") from None
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

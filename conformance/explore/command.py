@@ -32,7 +32,7 @@ from kvconform.explore.workload import Workload
 from kvconform.files import check_writable, scratch_root
 from kvconform.process.scratch import temporary
 from kvconform.report.causes import run_of
-from kvconform.report.layout import make_console
+from kvconform.report.layout import make_console, paragraph
 from kvconform.words import many
 
 LIMIT = 12
@@ -122,7 +122,7 @@ def run(
     check_router(settings.router, settings.pythonpath)
     warnings += unmentioned(settings.connector, settings.all_options, settings.pythonpath)
     for warning in warnings:
-        console.print(f"warning: {warning}")
+        paragraph(console, "warning", warning)
     seed = settings.seed + (int(time.time()) // 86_400 if chosen.daily else 0)
     console.print(
         f"kvconform explore  {settings.connector}  vLLM {vllm}"
@@ -137,7 +137,7 @@ def run(
             f" {many(corpus.failing, 'failure')}; this is campaign {corpus.campaign + 1}"
         )
     if corpus.unreadable:
-        console.print(f"warning: an entry of the corpus is left out: {corpus.unreadable}")
+        paragraph(console, "warning", f"an entry of the corpus is left out: {corpus.unreadable}")
     replayed = corpus.failing + len(corpus.seeds) if chosen.guided else 0
     count = chosen.examples + replayed if examples is None else examples
     workloads = first(_workloads(settings, chosen, seed, count, corpus), count)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -142,5 +143,6 @@ def _judge(repository: Path, workers: int | None) -> None:
     loaded = settings.load(given, file=str(file))
     code = launch.run(loaded)
     again = os.environ.get(THROUGH) or "kvconform run"
-    typer.echo(f"\nThat was one case per subject. All of them: cd {repository} && {again}")
+    place = shlex.quote(str(repository))
+    typer.echo(f"\nThat was one case per subject. All of them: cd {place} && {again}")
     raise typer.Exit(code)

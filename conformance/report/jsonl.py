@@ -10,8 +10,6 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +19,7 @@ from typing import IO, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from kvconform import __version__
+from kvconform import __version__, files
 from kvconform.adapters.registry import titles
 from kvconform.config.selection import suite_digest
 from kvconform.contract.case import Device
@@ -228,11 +226,7 @@ def rewrite(
     for report in by_variant.values():
         lines += lines_of(report, ())
     lines.append(line_of(footer))
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".report-")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.writelines(line + "\n" for line in lines)
-    os.chmod(name, 0o644)
-    os.replace(name, path)
+    files.replace(path, "".join(line + "\n" for line in lines))
 
 
 Key = tuple[str, str]

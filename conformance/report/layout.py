@@ -19,12 +19,24 @@ INDENT = 13
 """Width of the column with the names of paragraphs."""
 
 
+class _Console(Console):
+    """A console that goes on without output when nobody reads it any more, as with `| head`.
+
+    The reports and the exit code are wanted all the same.
+    """
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with open(os.devnull, "wb") as nothing:  # what is buffered is written at exit
+            os.dup2(nothing.fileno(), self.file.fileno())
+
+
 def make_console(file: IO[str] | None = None) -> Console:
     """Return a console that writes to `file` or to the present sys.stdout.
 
     The stream is resolved now, because kvconform.session.launch redirects sys.stdout later.
     """
-    console = Console(file=file or sys.stdout, highlight=False)
+    console = _Console(file=file or sys.stdout, highlight=False)
     if not console.is_terminal:
         given = os.environ.get("COLUMNS", "")
         console.width = int(given) if given.isdecimal() and int(given) else WIDTH

@@ -192,7 +192,9 @@ def _differences(one: HeaderLine, other: HeaderLine) -> list[tuple[str, Any, Any
     ]
     mine = one.extra["settings"]
     theirs = other.extra["settings"]
-    pairs += [(name, mine.get(name), theirs.get(name)) for name in sorted({*mine, *theirs})]
+    # The words of the command name paths, which differ between machines; the rest is compared.
+    names = sorted({*mine, *theirs} - {"arguments"})
+    pairs += [(name, mine.get(name), theirs.get(name)) for name in names]
     # A shard without capabilities completed no run.
     if one.capabilities and other.capabilities:
         pairs += [

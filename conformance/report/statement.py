@@ -19,6 +19,7 @@ from kvconform.config.selection import suite_digest
 from kvconform.judge.aggregate import EXERCISED, Aggregate, called
 from kvconform.judge.records import Overall, Verdict
 from kvconform.report.collector import Collector
+from kvconform.words import many
 
 NAME = "statement.json"
 BADGE = "badge.json"
@@ -147,7 +148,7 @@ def badge(statement: Statement) -> dict[str, Any]:
     vllm = statement.vllm.partition("+")[0]
     message = f"{word} · {statement.passed}/{statement.core} · vLLM {vllm}"
     if statement.risks:
-        message += f" · {len(statement.risks)} risks"
+        message += f" · {many(len(statement.risks), 'risk')}"
     return {"schemaVersion": 1, "label": "KV connector", "message": message, "color": colour}
 
 

@@ -64,7 +64,7 @@ def header(
     named = f" ({escape(settings.catalogue)})" if settings.catalogue else ""
     if settings.connector == REFERENCE:
         named = " (the suite's own, which is judged where none is named)"
-    console.print(f"connector   [bold]{escape(settings.connector)}[/]{named}")
+    console.print(f"connector   [bold]{escape(settings.connector)}[/]{named}", soft_wrap=True)
     axes = f"engines {', '.join(settings.engines)} · scheduling {', '.join(settings.schedulings)}"
     axes += f" · profile {settings.profile} · seed {settings.seed}"
     paragraph(console, "axes", axes, indent=12)
@@ -113,7 +113,7 @@ def header(
         )
         paragraph(console, "not judged", text, indent=12)
     if settings.file:
-        console.print(f"settings    {escape(settings.file)}")
+        console.print(f"settings    {escape(settings.file)}", soft_wrap=True)
     for warning in warnings:
         paragraph(console, "warning", warning, indent=12)
     if hint:

@@ -376,7 +376,7 @@ class Controller:
         for sentence in [*self.commands.down(), *server_problems(self.scratch)]:
             if sentence not in self.warnings:
                 self.warnings.append(sentence)
-                self.console.print(f"[yellow]warning[/]     {escape(sentence)}")
+                self.console.print(f"[yellow]warning[/]     {escape(sentence)}", soft_wrap=True)
 
     def clean_up(self) -> None:
         """Remove everything but the reports; with --debug, keep temporary files. Idempotent."""

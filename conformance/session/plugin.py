@@ -152,7 +152,7 @@ def _controller(config: pytest.Config) -> Any:
     preset = config.pluginmanager.get_plugin(PRESET)
     if preset is not None:
         return preset.controller
-    from kvconform.config.settings import load, parse_extra_config
+    from kvconform.config.settings import as_arguments, load, parse_extra_config
     from kvconform.errors import KvconformError
     from kvconform.report.terminal import make_console
     from kvconform.session.controller import Controller
@@ -176,6 +176,15 @@ def _controller(config: pytest.Config) -> Any:
             "connector": config.getoption("connector"),
             "extra_config": parse_extra_config(extra) if extra else None,
         }
+        limit = given["hook_timeout"]
+        again = {
+            "--extra-config": extra,
+            "--profile": given["profile"],
+            "--strict": given["strict"],
+            "--hook-timeout": None if limit is None else str(limit),
+            "--config": config.getoption("kvconform_config"),
+        }
+        given["arguments"] = as_arguments(again)
         if isinstance(config.option.numprocesses, int) and config.option.numprocesses:
             given["workers"] = config.option.numprocesses
         return Controller(

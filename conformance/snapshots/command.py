@@ -154,8 +154,10 @@ def _session(given: dict[str, Any], *, updating: bool, prune: bool) -> int:
 
 def _report(job: Job, console: Console, *, prune: bool) -> int:
     """Print the results and return the exit code."""
+    from kvconform.report.layout import paragraph
+
     for warning in job.warnings:
-        console.print(f"warning: {warning}")
+        paragraph(console, "warning", warning)
     by = {
         outcome: [r for r in job.results if r.outcome == outcome]
         for outcome in ("changed", "new", "missing", "skipped", "same")

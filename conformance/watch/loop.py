@@ -76,6 +76,8 @@ def check(settings: Settings) -> None:
 
 def watch(settings: Settings, console: Console) -> int:
     """Judge now and after each change, until Ctrl-C. Returns 0, the exit code."""
+    if settings.trace is not None:
+        raise UsageError("kvconform watch prints no timeline; use --once, or kvconform run")
     check(settings)
     watcher = Watcher(settings, Screen(console, settings.connector))
     try:

@@ -71,6 +71,7 @@ class Server(Warm):
             self.serve(min(5.0, self._idle))
         if self._owns_path():
             self._path.unlink(missing_ok=True)
+            self._path.with_suffix(".log").unlink(missing_ok=True)
         listener.close()
 
     @contextlib.contextmanager

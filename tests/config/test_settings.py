@@ -282,6 +282,35 @@ class TestSelection:
             assert all(spec.requirements[name].in_force(version) for name in found.judged)
 
 
+def test_a_case_that_is_named_replaces_what_the_file_selects(tmp_path: Path) -> None:
+    (tmp_path / "kvconform.toml").write_text('select = ["lookup.truth"]\n', encoding="utf-8")
+    assert load({}, start=tmp_path).select == ["lookup.truth"]
+    assert load({"trace": "lifecycle.api"}, start=tmp_path).select == []
+    assert load({"cases": ["mine.yaml"]}, start=tmp_path).select == []
+    both = {"cases": ["mine.yaml"], "select": ["lifecycle.api"]}
+    assert load(both, start=tmp_path).select == ["lifecycle.api"]
+    with pytest.raises(UsageError, match="--trace and -k cannot be combined"):
+        load({"trace": "lifecycle.api", "select": ["lookup.truth"]}, start=tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "kvconform.toml"
+    file.write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="--extra-config: .* is not UTF-8"):
+        parse_extra_config(f"@{file}")
+    with pytest.raises(UsageError, match="is not valid TOML"):
+        load({}, start=tmp_path)
+
+    def refuses(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuses)
+    with pytest.raises(UsageError, match="kvconform.toml cannot be read: Permission denied"):
+        load({}, start=tmp_path)
+
+
 def test_a_misspelt_placeholder_is_named(tmp_path: Path) -> None:
     """Every run would use the folder of that name, and find what others have stored."""
     with pytest.raises(UsageError, match=r"no placeholder \{temp\}; did you mean \{tmp\}\?"):

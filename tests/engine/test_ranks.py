@@ -7,6 +7,7 @@ joined by count.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,14 +37,26 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "decoy": ("kvconform.refimpl.variants.decoy:Decoy", {}),
 }
 
+SOON = {("ranks.soak", "async"), ("ranks.soak-turnover", "losing")}
+"""Of the cases of many rounds, those that are tried with each change."""
+
 
 def target(name: str) -> Target:
     connector, options = TARGETS[name]
     return Target(connector, {"store": "{tmp}/store", **options})
 
 
-@pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def pairs() -> list[Any]:
+    """Return each case with each connector; most of the long ones for every night."""
+    found = []
+    for case, name in itertools.product(CASES, TARGETS):
+        later = "soak" in case.id and (case.id, name) not in SOON
+        marks = [pytest.mark.long] if later else []
+        found.append(pytest.param(case, name, id=f"{case.id}-{name}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("case", "name"), pairs())
 def test_a_correct_connector_fails_nothing(case: Case, name: str, tmp_path: Path) -> None:
     if case.config.context_parallel > 1 and name in ("plain", "decoy"):
         pytest.skip("does not say that it can do that")

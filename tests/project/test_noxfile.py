@@ -474,6 +474,11 @@ def test_a_local_connector_is_installed_again_when_a_file_changed(
     os.utime(source, (5e9, 5e9))
     assert noxfile.newest(str(tmp_path)) != before
     assert noxfile.newest(f"-e {tmp_path}") == noxfile.newest(str(tmp_path))
+    assert noxfile.newest(f"{tmp_path}[extra]") == noxfile.newest(str(tmp_path))
+    assert noxfile.placed(f"-e ./{tmp_path.name}[extra]", tmp_path.parent) == shlex.join(
+        ["-e", f"{tmp_path}[extra]"]
+    )
+    assert noxfile.placed("mypkg[extra]>=2", tmp_path) == "mypkg[extra]>=2"
     assert noxfile.newest("sortedcontainers>=2") == "0"
 
 
@@ -501,6 +506,7 @@ def test_called_from_a_connectors_repository(
     module = sessions
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "pyproject.toml").touch()
+    (tmp_path / "pyproject.toml").touch()
     monkeypatch.setattr(module.noxenv, "has_gpu", lambda: False)
     monkeypatch.setattr(module.noxenv, "Environment", Made)
     asked: list[list[str]] = []
@@ -511,11 +517,15 @@ def test_called_from_a_connectors_repository(
         ("conformance", ["--install", "mine", "--strict"], ["mine"], ("run", "--strict")),
         ("conformance", ["--install", "--no-deps lmcache==1"], [], ("run",)),
         ("init", ["mine"], ["mine"], ("init", "mine")),
+        ("explore", ["--install", "mine"], ["mine"], ("explore",)),
+        ("init", ["--no-run"], [""], ("init", "--no-run")),
+        ("init", ["-n", "1"], [""], ("init", "-n", "1")),
         ("init", ["--template", "new"], [], ("init", "--template", "new")),
     ):
         session = Chosen(name, *given)
         session.invoked_from = str(tmp_path)
         asked.clear()
+        module.noxenv.ENV.pop("KVCONFORM_THROUGH", None)
         getattr(getattr(module, name), "func", getattr(module, name))(session)
         assert Made.runs[-1] == ran
         wanted = [str(tmp_path / item) for item in installed] or [

@@ -346,6 +346,7 @@ def test_the_terminal_survives_markup_in_messages(collector: Collector) -> None:
     out = io.StringIO()
     console = Console(file=out, width=100)
     terminal.header(console, collector, ["[/bold] warning"])
+    assert "[/bold] warning" in out.getvalue()
     terminal.report(console, collector, rows, found, where="x", seconds=1.0)
     assert "list [/] of [red] things" in out.getvalue()
 

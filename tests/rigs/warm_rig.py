@@ -123,6 +123,10 @@ class Warm:
         """Run `kvconform run` through the server; its note on standard error is taken off."""
         with self._environment():
             done = program_rig.kvconform("run", *arguments, cwd=cwd, **more)
+        if not done.stderr.startswith(NOTE):  # it is gone, or out of date
+            with self._environment():
+                client.start(Settings(), client.path_for(Settings()))
+                done = program_rig.kvconform("run", *arguments, cwd=cwd, **more)
         assert done.stderr.startswith(NOTE), done.stderr
         done.stderr = done.stderr.removeprefix(NOTE)
         return done
@@ -131,14 +135,13 @@ class Warm:
     def _environment(self) -> Iterator[None]:
         """Set the variables of the server, whatever tests have set since it was started.
 
-        Starts it if no process has.
+        Starts it if none listens.
         """
         known = self.runtime / "environment.json"
         with pytest.MonkeyPatch.context() as patch:
             with (self.runtime / "starts").open("w") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                is_new = not known.exists()
-                if is_new:
+                if not known.exists():
                     mine = {**os.environ, "XDG_RUNTIME_DIR": str(self.runtime)}
                     known.write_text(json.dumps(mine), encoding="utf-8")
                 environment = json.loads(known.read_text(encoding="utf-8"))
@@ -146,8 +149,11 @@ class Warm:
                     patch.delenv(name)
                 for name, value in environment.items():
                     patch.setenv(name, value)
-                if is_new:
-                    client.start(Settings(), client.path_for(Settings()))
+                path = client.path_for(Settings())
+                try:
+                    client.connect(path).close()
+                except client.Gone:
+                    client.start(Settings(), path)
             yield
 
 

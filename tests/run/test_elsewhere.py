@@ -33,23 +33,6 @@ class Connector(ReferenceConnector):
 '''
 
 
-def test_an_interpreter_that_dies_at_its_end_has_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dies = (
-        CONNECTOR
-        + "\n\nimport atexit, os, signal\n\natexit.register(os.kill, os.getpid(), signal.SIGKILL)\n"
-    )
-    (tmp_path / "dies_at_its_end.py").write_text(
-        f"import os\nif os.environ.get('PYTHONHASHSEED') == '{OTHER_SEED}':\n"
-        + indent(dies, "    ")
-    )
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
-    target = Target("dies_at_its_end:Connector", extra_config={"store": "{tmp}"})
-    assert run_elsewhere(variant, target, seed=0, tmp=tmp_path / "run", caps=None).trace
-
-
 @pytest.mark.long
 def test_an_interpreter_that_dies_before_it_has_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -150,13 +133,16 @@ def test_who_waits_for_a_process_that_hangs_for_good_ends_like_it(
 
 TALKS = """
 import atexit
+import os
+import signal
 import subprocess
 import threading
 
 print("connector: here")
+atexit.register(os.kill, os.getpid(), signal.SIGKILL)
 atexit.register(print, "connector: closed")
 threading.Thread(target=threading.Event().wait).start()
-subprocess.Popen(["sleep", "1000.125"])
+subprocess.Popen(["sleep", "1000.PID"])
 """
 
 
@@ -170,12 +156,14 @@ def left_over(argument: str) -> list[psutil.Process]:
     return found
 
 
-def test_what_a_connector_prints_and_leaves_does_not_matter(
+def test_what_a_connector_prints_and_leaves_and_how_it_ends_does_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its package is found where only --pythonpath names it."""
     script = f"if __import__('os').environ.get('PYTHONHASHSEED') == '{OTHER_SEED}':\n"
-    (tmp_path / "talks.py").write_text(CONNECTOR + "\n\n" + script + indent(TALKS, "    "))
+    seconds = f"1000.{os.getpid()}"  # of this test alone
+    talks = indent(TALKS.replace("1000.PID", seconds), "    ")
+    (tmp_path / "talks.py").write_text(CONNECTOR + "\n\n" + script + talks)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
     target = Target("talks:Connector", extra_config={"store": "{tmp}"})
@@ -184,6 +172,6 @@ def test_what_a_connector_prints_and_leaves_does_not_matter(
     assert not [e for e in run.trace if e["kind"] == "engine.crash"]
     assert any(e["kind"] == "run.end" and e["quiesced"] for e in run.trace)
     deadline = time.monotonic() + 20
-    while left_over("1000.125") and time.monotonic() < deadline:
+    while left_over(seconds) and time.monotonic() < deadline:
         time.sleep(0.1)  # a process that was killed needs a moment to end
-    assert not left_over("1000.125")
+    assert not left_over(seconds)

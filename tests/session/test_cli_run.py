@@ -22,13 +22,14 @@ from pydantic import TypeAdapter
 
 import program_rig
 from kvconform import cli
-from kvconform.config.settings import load
+from kvconform.config.settings import Settings, load
 from kvconform.contract.loader import explained
 from kvconform.errors import EnvironmentProblem
 from kvconform.judge.records import Verdict
 from kvconform.report.jsonl import ReportLine
 from kvconform.report.summary import Summary
 from kvconform.session import launch
+from places import RIGS
 from program_rig import FAKE, GUARANTEE, MUST, SPEC, Result
 
 REPORTS = "kvconform-report"
@@ -63,7 +64,7 @@ def test_conformant(tmp_path: Path) -> None:
     result = kvconform(tmp_path, "json:Fake", orders={"unmet": [CASES[1]]})
     assert (result.code, result.err) == (0, "")
     assert "CONFORMANT" in result.out
-    assert "store=yes (declared), " not in result.out.replace("saves=all (inferred), ", "")
+    assert "(inferred)" not in result.out and "(declared)" not in result.out
     assert "1 run did not reach the situation it tests" in result.out
     adapter: TypeAdapter[Any] = TypeAdapter(ReportLine)
     kinds = [adapter.validate_python(line).type for line in result.lines]
@@ -166,6 +167,7 @@ def test_a_failure_where_vllm_does_not_go_is_a_risk(tmp_path: Path) -> None:
     result = kvconform(tmp_path, "json:Fake", "-v", orders=orders, cases=cases)
     assert result.code == 0
     words = " ".join(result.out.split())
+    assert "saves=all (inferred), store=yes (declared)" in words
     assert "[risk: this vLLM does not bring it about; it counts with --strict]" in words
     assert "reused-id, which the contract allows and vLLM does not do" in words
     assert "InputProcessor.assign_request_id" in words
@@ -277,6 +279,37 @@ def test_a_bug_of_the_harness_is_no_verdict(tmp_path: Path) -> None:
 def test_what_cannot_be_judged_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
     result = kvconform(tmp_path, "json:Fake", orders={"usage": "the server is not there"})
     assert (result.code, result.err) == (2, "kvconform: the server is not there\n")
+
+
+ORDER = """
+import json, sys
+from kvconform.config.settings import Settings
+from kvconform.session import launch
+runs, settings, options = [], Settings.model_validate_json(sys.argv[1]), json.loads(sys.argv[2])
+launch.run(
+    settings,
+    listener=lambda found, lines, _: runs.append((found.variant, sorted(lines))),
+    quiet=True,
+    **options,
+)
+print(json.dumps(runs))
+"""
+
+
+def test_which_runs_are_made_first_and_which_are_traced(tmp_path: Path) -> None:
+    """So `kvconform watch` begins with what failed, and knows what changed lines reach."""
+    chosen = CASES[:3]
+    settings = Settings(connector="json:Fake", engine="reference", scheduling="sync", workers=1)
+    settings.select, settings.report_dir = chosen, str(tmp_path)
+    runs = [f"{name}[reference-sync-v1-d1-b4]" for name in chosen]
+    options = {"first": runs[2:], "traced": [str(RIGS)], "untraced": runs[:1]}
+    given = (settings.model_dump_json(), json.dumps(options))
+    done = program_rig.python("-c", ORDER, *given, cwd=tmp_path, env=FAKE)
+    assert done.returncode == 0, done.stderr
+    made = {run: files for run, files in json.loads(done.stdout)}
+    assert [*made] == [runs[2], *(run for run in made if run != runs[2])] and {*made} == {*runs}
+    rig = str(RIGS / "fake_runner.py")
+    assert (rig in made[runs[0]], rig in made[runs[1]], rig in made[runs[2]]) == (False, True, True)
 
 
 def test_only_a_requirement(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -209,21 +210,30 @@ def test_a_process_that_is_still_importing_ends_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_a_run_imports_vllm_once() -> None:
+def test_a_run_imports_vllm_once_for_each_hash_seed(tmp_path: Path) -> None:
     says = """
 import os
+with open(f"/proc/{os.getppid()}/cmdline") as parent:
+    line = parent.read()
+kind = [name for name in ("warm", "reseeded") if f"kvconform.session.{name}" in line]
 with open("births", "a") as file:
-    with open(f"/proc/{os.getppid()}/cmdline") as parent:
-        print(os.getpid(), os.getppid(), "kvconform.session.warm" in parent.read(), file=file)
+    print(os.getpid(), os.getppid(), *kind, os.environ.get("PYTHONHASHSEED"), file=file)
 """
-    with warm_rig.project() as project:
-        project.file.write_text(says + warm_rig.WRONG)
-        options = project.options("-n", "2")
-        options[options.index(warm_rig.RUN)] = "lifecycle.last-token"
-        done = kvconform("run", *options, cwd=project.folder, env=project.environment)
-        assert (done.returncode, "lookup.truth" in done.stdout) == (1, True)
-        births = [line.split() for line in (project.folder / "births").read_text().splitlines()]
-        assert len({pid for pid, _, _ in births}) == 2
-        ((parent, is_warm),) = {(parent, is_warm) for _, parent, is_warm in births}
-        assert is_warm == "True"
-        assert all(warm_rig.has_ended(int(pid)) for pid in (parent, *(pid for pid, *_ in births)))
+    (tmp_path / "mine.py").write_text(says + warm_rig.RIGHT)
+    extra = ["--extra-config", '{"store": "{tmp}"}', "--pythonpath", ".", "-n", "2", "--no-server"]
+    runs = f"{warm_rig.RUN},lifecycle.restart-interpreter[reference-sync-v1-d1-b4]"
+    before = time.time()
+    done = kvconform("run", "mine:Mine", *extra, "-k", runs, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    births = [line.split() for line in (tmp_path / "births").read_text().splitlines()]
+    workers = {(pid, parent) for pid, parent, *how in births if how == ["warm", "None"]}
+    assert len(workers) == 2 and len({parent for _, parent in workers}) == 1, births
+    (others,) = [each for each in births if each[0] not in {pid for pid, _ in workers}]
+    assert others[2:] == ["reseeded", "None"], births
+    assert all(warm_rig.has_ended(int(pid)) for each in births for pid in each[:2])
+    left = psutil.process_iter(["create_time", "cwd"])
+    assert not [
+        each
+        for each in left
+        if each.info["create_time"] > before and each.info["cwd"] == str(tmp_path)
+    ]

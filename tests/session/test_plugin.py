@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -80,6 +81,8 @@ def test_pytest_runs_it_too(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout
     assert "hook.keeps-process" in done.stdout
     assert "NOT CONFORMANT" in done.stdout
+    told = " ".join(done.stdout.replace("\\\n", " ").split())
+    assert f"--extra-config {shlex.quote(orders)}" in told, "the command that shows it again"
     assert (tmp_path / "out.xml").exists()
     rows = [
         json.loads(line)

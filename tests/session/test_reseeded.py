@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from kvconform.contract.loader import load_spec
 from kvconform.process import wire
 from kvconform.run import isolation
 from kvconform.run.isolation import HASH_SEED, OTHER_SEED, RESEEDED, needs_another_seed
-from program_rig import kvconform
 
 COLD = """
 import json, os, socket, sys
@@ -149,28 +147,3 @@ def test_where_it_is_needed() -> None:
         "lifecycle.restart-interpreter",
     }
     assert not all(map(needs_another_seed, variants))
-
-
-@pytest.mark.e2e
-def test_a_program_forks_for_the_run_with_another_seed(tmp_path: Path) -> None:
-    says = """
-import os
-with open("births", "a") as file:
-    with open(f"/proc/{os.getppid()}/cmdline") as parent:
-        print("reseeded" in parent.read(), os.environ.get("PYTHONHASHSEED"), file=file)
-"""
-    (tmp_path / "mine.py").write_text(says + warm_rig.RIGHT)
-    extra = ["--extra-config", '{"store": "{tmp}"}', "--pythonpath", ".", "-n", "1", "--no-server"]
-    run = "lifecycle.restart-interpreter[reference-sync-v1-d1-b4]"
-    before = time.time()
-    done = kvconform("run", "mine:Mine", *extra, "-k", run, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    births = (tmp_path / "births").read_text().splitlines()
-    assert births.count("True None") == 1 and "False None" in births, births
-    left = [each for each in psutil.process_iter(["cmdline", "create_time", "cwd"])]
-    mine = [
-        each
-        for each in left
-        if each.info["create_time"] > before and each.info["cwd"] == str(tmp_path)
-    ]
-    assert not [each for each in mine if "session.reseeded" in " ".join(each.info["cmdline"] or ())]

@@ -20,9 +20,10 @@ import pytest
 
 import program_rig
 import warm_rig
+from kvconform.config.settings import Settings
 from kvconform.contract.capabilities import CAPABILITIES, complete
 from kvconform.errors import KvconformError
-from kvconform.watch import client, imported
+from kvconform.watch import client, imported, place
 from kvconform.watch.imported import Imported
 from kvconform.watch.loop import with_server
 from warm_rig import RIGHT, RUN, WRONG, Project
@@ -190,7 +191,6 @@ with open({str(births)!r}, "a") as file:
     assert len(processes) == 1 and counts[0] < counts[1] < counts[2]
     process.kill()
     process.wait()
-    assert client.run_if_warm(settings) == 0, "a new interpreter does it"
     assert reseeded(mine) == []
 
 
@@ -235,13 +235,38 @@ def test_an_idle_server_ends(tmp_path: Path) -> None:
     with warm_rig.project() as project:
         path = client.path_for(project.settings)
         path.parent.mkdir(mode=0o700)
+        path.with_suffix(".log").touch()  # its output, as client.start has it
         code = (
-            "import pathlib, sys; from kvconform.watch.server import Server; "
-            "Server(pathlib.Path(sys.argv[1]), 0.3).listen()"
+            "import sys; from kvconform.watch import server; "
+            "server.MODULES = []; sys.exit(server.main(sys.argv[1]))"
         )
-        done = program_rig.python("-c", code, str(path), cwd=tmp_path, timeout=60)
-        assert (done.returncode, done.stderr) == (0, "")
+        idle = {"KVCONFORM_SERVER_IDLE": "0.3"}
+        done = program_rig.python("-c", code, str(path), cwd=tmp_path, env=idle, timeout=60)
+        assert done.returncode == 0, done.stderr
         assert list(path.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (client.Gone(), ""),
+        (place.NotPrivate("it is open to others"), ""),
+        (
+            client.Stale("vllm/config.py"),
+            "kvconform: the warm server is out of date: vllm/config.py was changed\n",
+        ),
+    ],
+)
+def test_a_run_goes_on_without_a_server_that_cannot_serve_it(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> int:
+        raise error
+
+    monkeypatch.setattr(client, "run", fails)
+    settings = Settings(connector="mine:Mine", select=[RUN])
+    assert client.run_if_warm(settings) is None
+    assert capsys.readouterr().err == said
 
 
 def test_a_run_that_cannot_be_forked_does_without(mine: Project) -> None:
