@@ -181,7 +181,9 @@ from kvconform.process.servers import Servers
 from kvconform.run import smoke
 from kvconform.run.case import run_and_judge
 
-declared = complete({"store": True, "saves": "prompt"})  # finding it out takes many runs
+# Finding them out takes many runs.
+known = complete({"store": True, "saves": "prompt", "chunk_tokens": 4})
+declared = {name: value for name, value in known.items() if value is not None}
 settings = load({"capabilities": declared}, file={SETTINGS!r})
 spec, here, found = load_spec(), Path.cwd(), {}
 with Servers(settings, here / "servers", here) as servers:
