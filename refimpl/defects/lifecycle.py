@@ -165,6 +165,29 @@ class LoadsAcrossReset(ReferenceConnector):
         return set() if self._store.epoch() else failed
 
 
+class ForgetsEndsOnReset(ReferenceConnector):
+    """Keeps what it knows of a request until a step's metadata tells of its end.
+
+    A reset drops the ends that no metadata has told yet.
+    """
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None:
+            self.__dict__.setdefault("_known", {})[request.request_id] = tracked
+            self.__dict__.setdefault("_ends", set()).add(request.request_id)
+        return super().request_finished(request, block_ids)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        for req in self.__dict__.pop("_ends", ()):
+            del self.__dict__["_known"][req]
+        return super().build_connector_meta(scheduler_output)
+
+    def reset_cache(self) -> bool | None:
+        self.__dict__.pop("_ends", None)
+        return super().reset_cache()
+
+
 class ShutdownOnce(ReferenceConnector):
     """Cannot be shut down twice (B132)."""
 
