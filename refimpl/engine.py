@@ -42,7 +42,9 @@ def check_integrity(engine: Engine) -> None:
             f"request {request_id}", "is queued or holds blocks and does not exist"
         )
     for request in engine.requests.values():
-        _check_request(engine, request, places[request.request_id])
+        wrong = _wrong_with(engine, request, places[request.request_id])
+        if wrong is not None:
+            raise IntegrityError(f"request {request.request_id}", wrong)
 
 
 def _check_blocks(engine: Engine) -> None:
@@ -52,74 +54,57 @@ def _check_blocks(engine: Engine) -> None:
     owners.update(block.block_id for _, blocks in engine.deferred_frees for block in blocks)
     queue = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
     for block in pool.blocks[1:]:
-        name = f"block {block.block_id}"
         is_free = block.block_id in queue
-        owned = owners[block.block_id]
+        owned = owners.get(block.block_id, 0)
         if is_free != (block.ref_cnt == 0) or block.ref_cnt < owned:
             raise IntegrityError(
-                name,
+                f"block {block.block_id}",
                 f"held {block.ref_cnt} times, in {owned} tables, "
                 f"{'' if is_free else 'not '}in the free queue",
             )
         if block.block_hash is not None and not pool.is_cached(block):
-            raise IntegrityError(name, "has a hash that the prefix cache does not know")
+            raise IntegrityError(
+                f"block {block.block_id}", "has a hash that the prefix cache does not know"
+            )
         # Requests share only cached blocks. A block in use leaves the prefix cache only when a
         # load fails without being recomputed.
         is_shared = owned > 1
         if is_shared and block.block_hash is None and engine.settings.recompute_failed_loads:
-            raise IntegrityError(name, f"shared by {owned} requests without being cached")
+            raise IntegrityError(
+                f"block {block.block_id}", f"shared by {owned} requests without being cached"
+            )
     if owners[0] or 0 in queue:
         raise IntegrityError("block 0", "the null block was handed out")
 
 
-def _check_request(engine: Engine, request: Request, places: int) -> None:
+def _wrong_with(engine: Engine, request: Request, places: int) -> str | None:
+    """Return what is inconsistent about a request that is in so many queues, or None."""
     manager = engine.kv_cache_manager
     table = manager.tables.get(request.request_id, [])
-    block_ids = [block.block_id for block in table]
     cached = manager.num_cached.get(request.request_id, 0)
     computed = request.num_computed_tokens
     placeholders = request.num_output_placeholders
     in_flight = request.num_in_flight_tokens
     stale = request.num_stale_output_tokens
     is_finished = request.is_finished()
-
-    def refuse_if(wrong: bool, message: str) -> None:
-        if wrong:
-            raise IntegrityError(f"request {request.request_id}", message)
-
-    refuse_if(
-        places != (0 if is_finished else 1),
-        f"{request.status.name}, in {places} queues",
-    )
-    refuse_if(
-        request in engine.running and request.status != RequestStatus.RUNNING,
-        f"in the running list as {request.status.name}",
-    )
-    refuse_if(
-        len(set(block_ids)) != len(block_ids),
-        f"holds a block twice: {block_ids}",
-    )
-    refuse_if(
-        not is_finished and computed > len(table) * manager.block_size,
-        f"{computed} computed tokens in {len(table)} blocks",
-    )
-    refuse_if(
-        cached > min(len(table), len(request.block_hashes)),
-        f"{cached} blocks published of {len(table)}, {len(request.block_hashes)} hashes",
-    )
-    refuse_if(
-        min(placeholders, in_flight, stale) < 0,
-        f"{placeholders} placeholders, {in_flight} tokens in flight, {stale} of them stale",
-    )
-    refuse_if(
-        placeholders != 0 and not engine.settings.is_async,
-        f"{placeholders} placeholders though scheduling is synchronous",
-    )
+    if places != (0 if is_finished else 1):
+        return f"{request.status.name}, in {places} queues"
+    if request.status != RequestStatus.RUNNING and request in engine.running:
+        return f"in the running list as {request.status.name}"
+    if len({block.block_id for block in table}) != len(table):
+        return f"holds a block twice: {[block.block_id for block in table]}"
+    if not is_finished and computed > len(table) * manager.block_size:
+        return f"{computed} computed tokens in {len(table)} blocks"
+    if cached > min(len(table), len(request.block_hashes)):
+        return f"{cached} blocks published of {len(table)}, {len(request.block_hashes)} hashes"
+    if min(placeholders, in_flight, stale) < 0:
+        return f"{placeholders} placeholders, {in_flight} tokens in flight, {stale} of them stale"
+    if placeholders != 0 and not engine.settings.is_async:
+        return f"{placeholders} placeholders though scheduling is synchronous"
     # A connector's negative lookup answer gets here (R025), so this holds only without one.
-    refuse_if(
-        computed < 0 and engine.connector is None,
-        f"{computed} computed tokens",
-    )
+    if computed < 0 and engine.connector is None:
+        return f"{computed} computed tokens"
+    return None
 
 
 class Engine:

@@ -52,17 +52,22 @@ def note_unfilled(trace: Trace) -> None:
     position of the step. Blocks that have been computed to their end since are left out; the step
     under way counts. Changes these events.
     """
+    events = trace.events
+    if not any([e["kind"] == "transfer.failed" and not e["is_async"] for e in events]):
+        for alloc in [e for e in events if e["kind"] == "alloc"]:
+            trace.amend(alloc, unfilled=[])
+        return
     # (engine, block) -> slots of the block that are still to be computed again
     failed: dict[tuple[str | None, int], set[int]] = {}
     open_allocs: list[Event] = []
     open_rows: list[Event] = []
-    own = own_settings(trace.events)
+    own = own_settings(events)
     every = 1
 
     def size_on(on: str | None) -> int:
         return int(own[on]["block_size"]) if on in own else every
 
-    for e in trace.events:
+    for e in events:
         kind = e["kind"]
         on = e.get("on")
         size = size_on(on)

@@ -38,11 +38,11 @@ class NullMonitor(Monitor):
     """Monitor of a requirement whose events do not occur in the trace."""
 
     def __post_init__(self) -> None:
-        self.by_kind = {}
+        self.parts = []
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self) -> list[tuple[str, Handler]]:
         """Return no handlers."""
-        return {}
+        return []
 
 
 def monitor_for(
@@ -59,16 +59,11 @@ def monitor_for(
     return _MONITORS[requirement.pattern](requirement, cap or {}, cfg or {})
 
 
-def _looked_at(trace: Iterable[Event]) -> tuple[set[str], set[tuple[str, str]]]:
+def _looked_at(trace: Iterable[Event]) -> tuple[frozenset[str], frozenset[tuple[str, str]]]:
     """Return the kinds of a trace's events, and (kind, hook) of those that are about hooks."""
-    seen: set[str] = set()
-    called: set[tuple[str, str]] = set()
-    for event in trace:
-        kind = event["kind"]
-        seen.add(kind)
-        if kind in HOOKED and "hook" in event:
-            called.add((kind, event["hook"]))
-    return seen, called
+    events = [(event["kind"], event) for event in trace]
+    hooks = {(kind, e["hook"]) for kind, e in events if kind in HOOKED and "hook" in e}
+    return frozenset([kind for kind, _ in events]), frozenset(hooks)
 
 
 class _Stakes:
@@ -97,8 +92,7 @@ _stakes = lru_cache(maxsize=64)(_Stakes)
 
 
 def _stakes_of(trace: Iterable[Event]) -> _Stakes:
-    seen, called = _looked_at(trace)
-    return _stakes(frozenset(seen), frozenset(called))
+    return _stakes(*_looked_at(trace))
 
 
 def at_stake(requirements: Iterable[Requirement], trace: Iterable[Event]) -> list[Requirement]:
@@ -135,11 +129,11 @@ def evaluate(
     watching: dict[str, list[Watch]] = {}
     of_hooks: dict[tuple[str, str], list[Watch]] = {key: [] for key in called}
     for monitor in monitors.values():
-        for kind, handle in monitor.by_kind.items():
+        for part, handle in monitor.parts:
+            kind, only = pins_of(monitor.requirement).roles[part]
             watching.setdefault(kind, []).append((monitor, handle))
             if kind not in HOOKED:
                 continue
-            only = pins_of(monitor.requirement).hooks[kind]
             for key in called:
                 if key[0] == kind and (only is None or key[1] in only):
                     of_hooks[key].append((monitor, handle))
@@ -162,5 +156,5 @@ def evaluate(
     for monitor in monitors.values():
         monitor.finish(last)
         # Handlers refer to their monitor: without this, only the garbage collector frees it.
-        monitor.by_kind = {}
+        monitor.parts = []
     return monitors

@@ -220,6 +220,21 @@ def _freeze(value: Any) -> Hashable:
     return value
 
 
+@per_requirement
+def check_of(req: Requirement) -> Expression:
+    """Return the check of an `always` or `never` as a truth value; None where the guard is false.
+
+    As one expression, it is one call per event.
+    """
+    check = req.expressions["check"]
+    where = req.expressions.get("where")
+    tree: ast.expr = ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), check.tree))
+    if where is not None:
+        tree = ast.IfExp(where.tree, tree, ast.Constant(None))
+    reads = (*(where.reads if where is not None else ()), *check.reads)
+    return Expression(check.source, tree, reads, code_of(tree))
+
+
 HOOKED = frozenset({"hook.called", "hook.returned"})
 Role = tuple[str, frozenset[str] | None]
 """A kind of event that a requirement looks at, and the hooks that it must be about (None: any)."""
@@ -230,12 +245,13 @@ class Pins:
     """The kinds of events and the hooks that a requirement looks at.
 
     `kinds` and `calls` (kind and hook) exercise the requirement: without any of these, it has
-    nothing to say about a trace. `hooks` has the hooks of all its roles, by kind (None: any).
+    nothing to say about a trace. `roles` has what each part of it looks at, by the part's name:
+    `trigger`, `exercised`, `before`, `end`, `then`, `by`.
     """
 
     kinds: frozenset[str]
     calls: frozenset[tuple[str, str]]
-    hooks: dict[str, frozenset[str] | None]
+    roles: dict[str, Role]
 
     def triggered(self, seen: frozenset[str], called: frozenset[tuple[str, str]]) -> bool:
         """Return whether a trace with these kinds, and (kind, hook), has one of the triggers."""
@@ -247,25 +263,21 @@ def pins_of(req: Requirement) -> Pins:
     """Return the kinds and hooks that can concern the requirement, which is not a `relate`."""
     found = req.expressions
     assert req.event is not None
-    triggers = [_role(req.event, found.get("where"))]
+    roles = {"trigger": _role(req.event, found.get("where"))}
     if req.exercised is not None:
-        triggers.append(_role(req.exercised.event, found.get("exercised")))
-    others: list[Role] = []
+        roles["exercised"] = _role(req.exercised.event, found.get("exercised"))
+    triggers = [*roles.values()]
     if req.precede is not None:
-        others.append(_role(req.precede.before.event, found.get("before")))
+        roles["before"] = _role(req.precede.before.event, found.get("before"))
         if req.precede.end is not None:
-            others.append(_role(req.precede.end.event, found.get("end")))
+            roles["end"] = _role(req.precede.end.event, found.get("end"))
     if req.respond is not None:
-        others.append(_role(req.respond.then.event, found.get("then")))
-        others.append(_role(req.respond.by.event, found.get("by")))
-    hooks: dict[str, frozenset[str] | None] = {}
-    for kind, only in (*triggers, *others):
-        before = hooks.get(kind, frozenset())
-        hooks[kind] = None if only is None or before is None else before | only
+        roles["then"] = _role(req.respond.then.event, found.get("then"))
+        roles["by"] = _role(req.respond.by.event, found.get("by"))
     return Pins(
         frozenset(kind for kind, only in triggers if only is None),
         frozenset((kind, hook) for kind, only in triggers for hook in only or ()),
-        hooks,
+        roles,
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from kvconform.contract.events import ENGINE_FIELD
 from kvconform.contract.requirement import Match, Requirement
-from kvconform.judge.guards import BoundJoin, hashable, joins_of
+from kvconform.judge.guards import BoundJoin, check_of, hashable, joins_of
 
 Event = Mapping[str, Any]
 Handler = Callable[[Event], None]
@@ -83,8 +83,11 @@ class Monitor:
     violations: list[Violation] = field(default_factory=list)
     error: str | None = None
 
-    def handlers(self) -> dict[str, Handler]:
-        """Return the function to call for each kind of event."""
+    def handlers(self) -> list[tuple[str, Handler]]:
+        """Return the parts of the requirement, by their names in Pins, with functions for events.
+
+        Parts that look at the same event act in this order.
+        """
         raise NotImplementedError
 
     def finish(self, last: Event | None = None) -> None:
@@ -93,12 +96,9 @@ class Monitor:
     def __post_init__(self) -> None:
         where = self.requirement.expressions.get("where")
         self.where = where.bind(self.cap, self.cfg) if where is not None else None
-        self.by_kind = self.handlers()
+        self.parts = self.handlers()
         if self.requirement.exercised is not None:
-            kind = self.requirement.exercised.event
-            count = self.at_stake()
-            known = self.by_kind.get(kind)
-            self.by_kind[kind] = both(known, count) if known is not None else count
+            self.parts.append(("exercised", self.at_stake()))
 
     def at_stake(self) -> Handler:
         """Return a handler that counts the events of the requirement's `exercised`.
@@ -149,16 +149,6 @@ class Monitor:
             self.violations.append(violation)
 
 
-def both(first: Handler, second: Handler) -> Handler:
-    """Return a handler that calls two handlers in this order."""
-
-    def handler(event: Event) -> None:
-        first(event)
-        second(event)
-
-    return handler
-
-
 def _request(value: Any) -> str | None:
     """Return the requests that an event is about as one string; some events name several."""
     if isinstance(value, (list, tuple)):
@@ -169,23 +159,20 @@ def _request(value: Any) -> str | None:
 class InvariantMonitor(Monitor):
     """always, never: the check holds, or does not hold, on every matching event."""
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self) -> list[tuple[str, Handler]]:
         """Return the handler of the event."""
-        req = self.requirement
-        assert req.event is not None
-        expression = req.expressions["check"]
-        where = self.where
-        check = expression.bind(self.cap, self.cfg)
-        wanted = req.always is not None
+        check = check_of(self.requirement).bind(self.cap, self.cfg)
+        wanted = self.requirement.always is not None
 
         def on_event(e: Event) -> None:
-            if where is None or where(e):
+            holds = check(e)
+            if holds is not None:
                 self.exercised += 1
-                if (not check(e)) is wanted:
-                    held = dict(self.cfg)  # a restart may change it
-                    self.violate(e, e, lambda: self.describe(e, wanted, held))
+                if holds is not wanted:
+                    cfg = dict(self.cfg)  # a restart may change it
+                    self.violate(e, e, lambda: self.describe(e, wanted, cfg))
 
-        return {req.event: on_event}
+        return [("trigger", on_event)]
 
     def describe(self, e: Event, wanted: bool, cfg: Mapping[str, Any]) -> str:
         """Return the part of the check that decided, and the values that it read."""
@@ -202,10 +189,10 @@ class InvariantMonitor(Monitor):
 class CountMonitor(Monitor):
     """count {per, min, max}: the number of matching events per key is within bounds."""
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self) -> list[tuple[str, Handler]]:
         """Return the handler of the event."""
         req = self.requirement
-        assert req.event is not None and req.count is not None
+        assert req.count is not None
         expression = req.expressions.get("per")
         where = self.where
         per = expression.bind(self.cap, self.cfg) if expression else None
@@ -232,7 +219,7 @@ class CountMonitor(Monitor):
                         ),
                     )
 
-        return {req.event: on_event}
+        return [("trigger", on_event)]
 
     def of(self, e: Event) -> str:
         """Return the key of an event, in words."""
@@ -260,12 +247,12 @@ class CountMonitor(Monitor):
 class PrecedeMonitor(Monitor):
     """precede {before, end}: the latest matching `before` is later than the latest `end`."""
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self) -> list[tuple[str, Handler]]:
         """Return the handlers of the trigger, `end` and `before`, which act in this order."""
         req = self.requirement
-        assert req.event is not None and req.precede is not None
         before = _Latest(joins_of(req)["before"].bind(self.cap, self.cfg))
-        end = _Latest(joins_of(req)["end"].bind(self.cap, self.cfg)) if req.precede.end else None
+        ends = req.precede is not None and req.precede.end is not None
+        end = _Latest(joins_of(req)["end"].bind(self.cap, self.cfg)) if ends else None
         where = self.where
         time = itertools.count(1)
 
@@ -283,11 +270,10 @@ class PrecedeMonitor(Monitor):
         def on_before(e: Event) -> None:
             before.add(e, next(time))
 
-        steps: list[tuple[str, Handler]] = [(req.event, on_trigger)]
-        if req.precede.end is not None:
-            steps.append((req.precede.end.event, on_end))
-        steps.append((req.precede.before.event, on_before))
-        return _merged(steps)
+        parts: list[tuple[str, Handler]] = [("trigger", on_trigger)]
+        if end is not None:
+            parts.append(("end", on_end))
+        return [*parts, ("before", on_before)]
 
     def describe(self, t: Event, ended: bool) -> str:
         """Return which `before` is missing; `ended`: one came, and was over."""
@@ -336,10 +322,9 @@ class RespondMonitor(Monitor):
     Open triggers wait for `then`. The next matching `by` makes those still open violations.
     """
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self) -> list[tuple[str, Handler]]:
         """Return the handlers of `then`, `by` and the trigger, which act in this order."""
         req = self.requirement
-        assert req.event is not None and req.respond is not None
         join = joins_of(req)["then"].bind(self.cap, self.cfg)
         by = req.expressions.get("by")
         deadline = by.bind(self.cap, self.cfg) if by is not None else None
@@ -374,13 +359,7 @@ class RespondMonitor(Monitor):
                 self.exercised += 1
                 self.open.setdefault(join.key_t(t), []).append(t)
 
-        return _merged(
-            [
-                (req.respond.then.event, on_then),
-                (req.respond.by.event, on_by),
-                (req.event, on_trigger),
-            ]
-        )
+        return [("then", on_then), ("by", on_by), ("trigger", on_trigger)]
 
     def describe(self, t: Event) -> str:
         """Return which `then` is missing for a trigger."""
@@ -401,14 +380,3 @@ class RespondMonitor(Monitor):
 
 def _match_text(match: Match) -> str:
     return match.event + (f" where `{match.where}`" if match.where else "")
-
-
-def _merged(steps: list[tuple[str, Handler]]) -> dict[str, Handler]:
-    """Return one handler per kind.
-
-    Where several roles watch the same kind, they act in the order given.
-    """
-    found: dict[str, Handler] = {}
-    for kind, handler in steps:
-        found[kind] = both(found[kind], handler) if kind in found else handler
-    return found

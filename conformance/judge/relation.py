@@ -43,9 +43,9 @@ class RelateMonitor(Monitor):
     `violations` has the first difference of each group.
     """
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self) -> list[tuple[str, Handler]]:
         """Return no handlers: two whole traces are compared."""
-        return {}
+        return []
 
     def compare(self, traces: Sequence[Sequence[Event]], names: Sequence[str]) -> None:
         """Compare two traces, of the runs `names`, and record the violations."""

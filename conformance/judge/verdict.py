@@ -172,7 +172,7 @@ def judge(
         elif req.id in disabled:
             row.verdict = Verdict.DISABLED
             row.message = "switched off by the operator"
-        elif not req.capability_expr.bind(caps)({}):
+        elif req.capability != "core" and not req.capability_expr.bind(caps)({}):
             row.verdict = Verdict.UNSUPPORTED
             row.message = f"needs {req.capability}"
         elif row.engine not in req.engines:
@@ -202,6 +202,9 @@ def _excuse(
     back did not mislead the engine. An engine whose objects the connector had changed before is no
     excuse. Changes the rows.
     """
+    bad = (Verdict.FAIL, Verdict.BLOCKED)
+    if not any([row.verdict in bad and req.kind != "guarantee" for req, row in watched]):
+        return
     since = {name: found for name, run in runs.items() if (found := lost(run.trace)) is not None}
     if "connector" in since and blame.changed_before(since["connector"][0]):
         del since["connector"]
@@ -209,7 +212,7 @@ def _excuse(
         return
     excused: set[str] = set()
     for req, row in watched:
-        if req.kind == "guarantee" or row.verdict not in (Verdict.FAIL, Verdict.BLOCKED):
+        if req.kind == "guarantee" or row.verdict not in bad:
             continue
         names = ["connector"] if req.relate is None else req.relate.runs
         here = next((since[name] for name in names if name in since), None)

@@ -296,8 +296,9 @@ def wrap_instance_hooks(connector: Any) -> None:
     for child in getattr(connector, "_connectors", ()):
         if hasattr(type(child).build_connector_meta, "_kvconform_original"):
             wrap_instance_hooks(child)
-    for name in hook_names():
-        member = vars(connector).get(name) if hasattr(connector, "__dict__") else None
+    own = getattr(connector, "__dict__", {})
+    for name in [each for each in hook_names() if each in own]:
+        member = own[name]
         if callable(member) and not hasattr(member, "_kvconform_original"):
 
             def bound(

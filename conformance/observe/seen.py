@@ -128,7 +128,7 @@ class Seen:
             ),
             "tokens_missed": self._missed(allocs),
         }
-        offered = sum(e["kind"] == "state.offered" for e in events)
+        offered = len([1 for e in events if e["kind"] == "state.offered"])
         found["states_offered"] = (offered, offered)
         complete = [e for e in dues if not e["missing"]]
         # Of a group with a window, less is loaded than saved.

@@ -164,12 +164,18 @@ class Metrics:
 
         return type(kind.__name__, (kind,), {"__init__": __init__})
 
-    def total(self, name: str) -> float | None:
-        """Return the value of a metric over all of its labels; None if there is none."""
-        names = (name, f"{name}_total")
-        samples = [sample for metric in self._registry.collect() for sample in metric.samples]
-        values = [sample.value for sample in samples if sample.name in names]
-        return sum(values) if values else None
+    def totals(self, names: Iterable[str]) -> dict[str, float]:
+        """Return the values of those metrics that exist, over all of their labels, by name."""
+        exported: dict[str, float] = {}
+        for metric in self._registry.collect():
+            for sample in metric.samples:
+                exported[sample.name] = exported.get(sample.name, 0.0) + sample.value
+        found = {}
+        for name in names:
+            values = [exported[each] for each in (name, f"{name}_total") if each in exported]
+            if values:
+                found[name] = sum(values)
+        return found
 
     def observe(self, data: dict[str, Any]) -> None:
         """Show the metrics what the connector has sent. Raises what they raise."""
@@ -397,13 +403,13 @@ class Telemetry:
         if self.declared:
             self._log(_try(lambda: copy.deepcopy(stats).reduce())[0])
         merged, merge_problem = _try(lambda: _merge(copy.deepcopy(stats)))
-        data, problem = _try(
-            lambda: msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
-        )
+        data, problem = _try(lambda: _sent(stats))
         rebuilt = build_problem = observe_problem = None
-        if not problem:
+        if data is not None:
             rebuilt, build_problem = _try(lambda: _build(call.connector, stats, data))
-            _, observe_problem = _try(lambda: self._observe(call.connector, data))
+            _, observe_problem = _try(
+                lambda: self._observe(call.connector, msgspec.msgpack.decode(data))
+            )
         self.trace.emit(
             "stats.taken",
             half=call.half,
@@ -451,12 +457,13 @@ class Telemetry:
         """
         seen = self.seen.of_run() if self.declared and self._alone() else {}
         own = self.own_counters() if seen and self.own_counters else {}
+        named = [name for what, names in self.declared.items() if what in seen for name in names]
+        exported = self.metrics.totals(named) if self.metrics and named else {}
         for what, names in self.declared.items():
             for name in names if what in seen else ():
-                exported = self.metrics.total(name) if self.metrics else None
                 places = {
                     "log": self.logged.get(name),
-                    "metrics": exported,
+                    "metrics": exported.get(name),
                     "own": own.get(name),
                 }
                 totals = {place: value for place, value in places.items() if value is not None}
@@ -473,9 +480,8 @@ class Telemetry:
 
     def _loads(self) -> int:
         """Return how many loads have written all that was granted."""
-        return sum(
-            event["kind"] == "load.due" and not event["missing"] for event in self.trace.events
-        )
+        events = self.trace.events
+        return len([1 for e in events if e["kind"] == "load.due" and not e["missing"]])
 
     def _observe(self, connector: Any, data: dict[str, Any]) -> None:
         if self.metrics is None:
@@ -588,8 +594,15 @@ def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name} was {value}, and is {now}"
 
 
-def _build(connector: Any, stats: Any, data: dict[str, Any]) -> bool:
-    """Return whether the class rebuilds statistics from their data.
+def _sent(stats: Any) -> bytes:
+    """Return statistics as the engine sends them; raises if they cannot be sent and read."""
+    data = msgspec.msgpack.encode(stats.to_dict())
+    msgspec.msgpack.decode(data)
+    return data
+
+
+def _build(connector: Any, stats: Any, data: bytes) -> bool:
+    """Return whether the class rebuilds statistics from their data, as they come over a wire.
 
     ValueError if they are empty afterwards and were not before, or the other way round.
     """
@@ -598,13 +611,14 @@ def _build(connector: Any, stats: Any, data: dict[str, Any]) -> bool:
         # vLLM looks children up by the name of their class, and so finds none that is given by
         # kv_connector_module_path: its own defect, not the child's.
         return True
-    # Each gets data of its own, as over a wire: aggregate may add to what it is given.
-    rebuilt = type(connector).build_kv_connector_stats(copy.deepcopy(data))
+    build, decode = type(connector).build_kv_connector_stats, msgspec.msgpack.decode
+    rebuilt = build(decode(data))
     if rebuilt is None:
         return False
     if rebuilt.is_empty() != stats.is_empty():
         raise ValueError("what was rebuilt is not what was sent")
-    merged = rebuilt.aggregate(type(connector).build_kv_connector_stats(copy.deepcopy(data)))
+    # From data of its own: aggregate may add to what it is given.
+    merged = rebuilt.aggregate(build(decode(data)))
     if not merged.is_empty():
         merged.reduce()
     return True
@@ -681,4 +695,6 @@ def _picture(call: Call) -> str:
     value: Any = call.arg(SHARED[call.hook], ARGUMENTS[call.hook])
     if call.hook == "update_connector_output":
         value = [sorted(getattr(value, name, None) or ()) for name in REPORTS]
+        if not any(value):  # as in most steps
+            return ""
     return repr(canonical(value))

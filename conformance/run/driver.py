@@ -372,8 +372,8 @@ class Driver:
             before = len(self.trace.events)
             iterate()
             done = self.trace.events[before:]
-            undecided = any(e["kind"] == "lookup" and e["tokens"] is None for e in done)
-            if not undecided or any(e["kind"] == "req.scheduled" for e in done):
+            undecided = [e for e in done if e["kind"] == "lookup" and e["tokens"] is None]
+            if not undecided or "req.scheduled" in [e["kind"] for e in done]:
                 return
             if len(self.engine.queue) == 1:
                 self.engine.land()

@@ -456,14 +456,13 @@ class Reloads:
         """
         key = self.state.incarnation(source)
         events = self.state.trace.events
-        engines = {e.get("on") for e in events}
         began = False  # the request has an allocation
         kept: set[str | None] = set()  # engines whose caches survived a reset of a connector
         found = False
         for e in events:
             if e["kind"] == "cache.reset":
                 if e["phase"] == "returned" and e["returned"] is not False:
-                    kept = set(engines)
+                    kept = {each.get("on") for each in events}
                     found = found or began
                 elif e["phase"] == "done" and e["returned"]:
                     kept.discard(e.get("on"))

@@ -314,13 +314,12 @@ def settings_of(case: Case, *, restarted: bool) -> str:
 def _scrub(trace: Trace, tmp: str) -> None:
     """Replace the run's own directory in texts, so that equal runs have equal traces."""
     for event in trace.events:
-        names = _TEXTS.get(event["kind"])
-        if names is None:
+        kind = event["kind"]
+        if kind not in _TEXTS:
             continue
-        returned = event["kind"] == "hook.returned" and event["error"] is None
-        if returned and event["value"] in _SHORT:
+        if kind == "hook.returned" and event["error"] is None and event["value"] in _SHORT:
             continue
-        for name in names:
+        for name in _TEXTS[kind]:
             text = event.get(name)
             if isinstance(text, str) and tmp in text:
                 trace.amend(event, **{name: text.replace(tmp, "{tmp}")})

@@ -17,7 +17,7 @@ from kvconform.observe import static_checks
 from kvconform.observe.call import Call
 from kvconform.observe.probe import Probe
 from kvconform.observe.static_checks import bound, inspect_class
-from kvconform.observe.telemetry import HashBook, Metrics, Telemetry, _build, _merge, _shape
+from kvconform.observe.telemetry import HashBook, Metrics, Telemetry, _build, _merge, _sent, _shape
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.telemetry import ReferenceStats
 
@@ -139,9 +139,9 @@ def test_statistics_go_through_what_the_engine_does_to_them() -> None:
     with pytest.raises(TypeError, match="numbers"):
         _merge(ReferenceStats({"n": (1, 2)}))  # adds up to a tuple
     connector: Any = object.__new__(ReferenceConnector)
-    assert _build(connector, ReferenceStats({"n": 1}), {"n": 1})
+    assert _build(connector, ReferenceStats({"n": 1}), _sent(ReferenceStats({"n": 1})))
     with pytest.raises(ValueError, match="not what was sent"):
-        _build(connector, ReferenceStats({"n": 1}), {})
+        _build(connector, ReferenceStats({"n": 1}), _sent(ReferenceStats()))
 
 
 class _Observes:
