@@ -101,7 +101,9 @@ class Environment:
     def mark(self, step: str, value: list[str]) -> None:
         """Record that `step` is done."""
         self.done[step] = value
-        self.stamp.write_text(json.dumps(self.done, indent=1), encoding="utf-8")
+        new = self.stamp.with_suffix(".new")  # a session that is killed leaves the old one
+        new.write_text(json.dumps(self.done, indent=1), encoding="utf-8")
+        new.replace(self.stamp)
 
     def ask(self, code: str) -> str:
         """Return what `code` prints in this environment."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -307,7 +308,8 @@ class Commands:
     def _run(self, command: str) -> str | None:
         """Run a command; return the rest of a sentence about its failure, or None.
 
-        Output goes to a file, because a server left in the background would keep a pipe open.
+        Output goes to a file, because a server left in the background would keep a pipe open. What
+        the command has started ends with it if it takes too long or is interrupted.
         """
         environment = {**os.environ, **self.settings.env, "KVCONFORM_TMP": str(self.tmp)}
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -315,7 +317,7 @@ class Commands:
             output.write(f"$ {command}\n".encode())
             output.flush()
             try:
-                done = subprocess.run(
+                process = subprocess.Popen(
                     command,
                     shell=True,
                     cwd=self.settings.base,
@@ -323,13 +325,20 @@ class Commands:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    timeout=self.settings.setup_timeout,
+                    start_new_session=True,
                 )
-            except subprocess.TimeoutExpired:
-                return f"did not end within {self.settings.setup_timeout:g} s"
             except OSError as error:
                 return f"could not be started: {error.strerror or error}"
-        return f"failed with status {done.returncode}" if done.returncode else None
+        with process:
+            try:
+                status = process.wait(self.settings.setup_timeout)
+            except BaseException as error:
+                with suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                if isinstance(error, subprocess.TimeoutExpired):
+                    return f"did not end within {self.settings.setup_timeout:g} s"
+                raise
+        return f"failed with status {status}" if status else None
 
     def _last_words(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()

@@ -259,7 +259,8 @@ def _seconds(folder: Path) -> float:
 
 
 def _join_junit(paths: Sequence[Path], out: Path) -> None:
-    """Write one JUnit file for all shards, unless a shard has no readable JUnit file."""
+    """Write one JUnit file for all shards; none if a shard has no readable JUnit file."""
+    out.unlink(missing_ok=True)
     suites = []
     for path in paths:
         try:

@@ -19,9 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
+import warm_rig
 from kvconform.config.settings import Settings, load
 from kvconform.errors import EnvironmentProblem, UsageError
-from kvconform.process.servers import Ports, Servers, clear_all, is_free
+from kvconform.process.servers import Commands, Ports, Servers, clear_all, is_free
 from places import RIGS
 
 STORE = """
@@ -438,3 +439,21 @@ def test_a_server_that_is_described_wrongly(tmp_path: Path, server: str, sentenc
     (tmp_path / "kvconform.toml").write_text(f"[[servers]]\n{server}\n")
     with pytest.raises(UsageError, match=sentence):
         load({}, file=str(tmp_path / "kvconform.toml"))
+
+
+def test_a_command_that_takes_too_long_ends_with_what_it_started(tmp_path: Path) -> None:
+    seconds = f"1000.{os.getpid()}"  # of this test alone
+    slow = f"sleep {seconds} & echo $! > {tmp_path / 'pid'}; wait"
+    settings = Settings(setup=[slow], setup_timeout=5.0)
+    with pytest.raises(EnvironmentProblem, match="did not end within 5 s"):
+        Commands(settings, tmp_path, tmp_path / "log").up()
+    pid = int((tmp_path / "pid").read_text())
+    warm_rig.wait_for(lambda: warm_rig.has_ended(pid))
+
+
+def test_what_a_command_leaves_in_the_background_stays(tmp_path: Path) -> None:
+    settings = Settings(setup=[f"sleep 60 & echo $! > {tmp_path / 'pid'}"])
+    Commands(settings, tmp_path, tmp_path / "log").up()
+    process = psutil.Process(int((tmp_path / "pid").read_text()))
+    assert process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    process.kill()

@@ -84,6 +84,13 @@ def test_commands_and_options_that_are_named_exist() -> None:
     named = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", usage + GUIDE)) - others
     assert named
     assert named <= known
+    lines = re.findall(r"^kvconform ([a-z]+)((?: .*)?)$", fenced.replace("\\\n", " "), re.M)
+    for name, rest in lines:
+        own = {option for each in commands[name].params for option in each.opts}
+        inner = getattr(commands[name], "commands", {}).values()
+        own |= {option for each in inner for parameter in each.params for option in parameter.opts}
+        given = set(re.findall(r"(?<= )(--?[a-z][a-z-]*)", re.split(r"  |#", rest)[0]))
+        assert given <= own | {"--help"}, (name, given - own)
 
 
 def test_the_example_of_settings_is_valid(tmp_path: Path) -> None:

@@ -106,6 +106,14 @@ def test_the_badge(verdicts: tuple[Verdict, ...], whole: bool, word: str, colour
     )
 
 
+def test_a_badge_counts_risks() -> None:
+    found = made(Verdict.PASS, Verdict.PASS, Verdict.PASS)
+    assert "risk" not in statement.badge(found)["message"]
+    for names, said in ((["a.b"], " · 1 risk"), (["a.b", "c.d"], " · 2 risks")):
+        badge = statement.badge(found.model_copy(update={"risks": names}))
+        assert badge["message"].endswith(said)
+
+
 @pytest.mark.parametrize("verdict", [Verdict.PASS, Verdict.XFAIL])
 def test_another_profile_than_core_gives_no_good_badge(verdict: Verdict) -> None:
     found = statement.badge(made(Verdict.PASS, Verdict.PASS, verdict, profile="smoke"))
