@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -108,6 +109,7 @@ UNSOUND = 0x5BAD0000
 """What the ids of unsound KV are made with."""
 
 
+@lru_cache(maxsize=4096)
 def text_id(text: str) -> int:
     """Return a 64-bit id of a string, the same in every process. Pure."""
     value = ROOT
@@ -116,8 +118,12 @@ def text_id(text: str) -> int:
     return value
 
 
+@lru_cache(maxsize=4096)
 def extend(chain: int, token: int, extra: int = 0) -> int:
-    """Return the content id of `token` at the position that follows `chain`. Pure."""
+    """Return the content id of `token` at the position that follows `chain`. Pure.
+
+    Cached, because all that follow a request ask for the same ones.
+    """
     identity = mix64(extra) if extra else 0
     return mix64((chain * 0x100000001B3 + token + 1 + identity) & _MASK)
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Number, Real
@@ -400,9 +401,10 @@ class Telemetry:
         self.last[call.half] = stats
         self.returned += 1
         self.filled += not empty
+        copied = _copier(stats)
         if self.declared:
-            self._log(_try(lambda: copy.deepcopy(stats).reduce())[0])
-        merged, merge_problem = _try(lambda: _merge(copy.deepcopy(stats)))
+            self._log(_try(lambda: copied().reduce())[0])
+        merged, merge_problem = _try(lambda: _merge(copied))
         data, problem = _try(lambda: _sent(stats))
         rebuilt = build_problem = observe_problem = None
         if data is not None:
@@ -554,15 +556,26 @@ class _Merged:
     cleared: bool | None = None
 
 
-def _merge(stats: Any) -> _Merged:
-    """Do with statistics what vLLM does between two log lines.
+def _copier(stats: Any) -> Callable[[], Any]:
+    """Return a function that returns copies of statistics, which share nothing."""
+    try:
+        data = pickle.dumps(stats)
+        pickle.loads(data)
+    except Exception:  # whatever the class may raise
+        return lambda: copy.deepcopy(stats)
+    return lambda: pickle.loads(data)  # several times as fast
+
+
+def _merge(copied: Callable[[], Any]) -> _Merged:
+    """Do with copies of statistics what vLLM does between two log lines.
 
     TypeError if a method returns another type than the next step needs; ValueError if the merged
     statistics are empty.
     """
+    stats = copied()
     filled = not stats.is_empty()
-    before = copy.deepcopy(stats).reduce() if filled else {}
-    merged = stats.aggregate(copy.deepcopy(stats))
+    before = copied().reduce() if filled else {}
+    merged = stats.aggregate(copied())
     if not isinstance(merged, KVConnectorStats):
         raise TypeError(f"aggregate returns {type(merged).__name__}")
     if not filled:

@@ -127,12 +127,14 @@ class _Watch:
         self.serial += 1
         self.name, self.allowed = name, limit
         began = clock.monotonic()
-        self.write(began, limit, name)
+        if self.note is not None:
+            self.write(began, limit, name)
         self.deadline = began + limit
 
     def leave(self) -> None:
         self.deadline = None
-        self.write(0.0, 0.0, "")
+        if self.note is not None:
+            self.write(0.0, 0.0, "")
 
     def write(self, began: float, limit: float, name: str, hung: bool = False) -> None:
         if self.note is None:

@@ -17,7 +17,16 @@ from kvconform.observe import static_checks
 from kvconform.observe.call import Call
 from kvconform.observe.probe import Probe
 from kvconform.observe.static_checks import bound, inspect_class
-from kvconform.observe.telemetry import HashBook, Metrics, Telemetry, _build, _merge, _sent, _shape
+from kvconform.observe.telemetry import (
+    HashBook,
+    Metrics,
+    Telemetry,
+    _build,
+    _copier,
+    _merge,
+    _sent,
+    _shape,
+)
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.telemetry import ReferenceStats
 
@@ -133,11 +142,11 @@ def test_a_removal_names_a_medium_in_which_the_block_was_stored() -> None:
 
 
 def test_statistics_go_through_what_the_engine_does_to_them() -> None:
-    _merge(ReferenceStats({"n": 1}))
+    _merge(_copier(ReferenceStats({"n": 1})))
     with pytest.raises(ValueError, match="empty"):
-        _merge(_Forgets({"n": 1}))
+        _merge(_copier(_Forgets({"n": 1})))
     with pytest.raises(TypeError, match="numbers"):
-        _merge(ReferenceStats({"n": (1, 2)}))  # adds up to a tuple
+        _merge(_copier(ReferenceStats({"n": (1, 2)})))  # adds up to a tuple
     connector: Any = object.__new__(ReferenceConnector)
     assert _build(connector, ReferenceStats({"n": 1}), _sent(ReferenceStats({"n": 1})))
     with pytest.raises(ValueError, match="not what was sent"):
@@ -187,8 +196,8 @@ def test_empty_statistics_are_not_reduced() -> None:
         def reduce(self) -> dict[str, int | float]:
             return {"mean": sum(self.data.values()) / len(self.data)}
 
-    assert _merge(Mean({})).cleared is None
-    assert _merge(Mean({"n": 1})).lost is None
+    assert _merge(_copier(Mean({}))).cleared is None
+    assert _merge(_copier(Mean({"n": 1}))).lost is None
 
 
 def test_what_vllm_refuses() -> None:
