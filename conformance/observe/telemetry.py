@@ -401,10 +401,9 @@ class Telemetry:
         self.last[call.half] = stats
         self.returned += 1
         self.filled += not empty
-        copied = _copier(stats)
         if self.declared:
-            self._log(_try(lambda: copied().reduce())[0])
-        merged, merge_problem = _try(lambda: _merge(copied))
+            self._log(_try(lambda: _copier(stats)().reduce())[0])
+        merged, merge_problem = _try(lambda: _merge(stats))
         data, problem = _try(lambda: _sent(stats))
         rebuilt = build_problem = observe_problem = None
         if data is not None:
@@ -566,12 +565,13 @@ def _copier(stats: Any) -> Callable[[], Any]:
     return lambda: pickle.loads(data)  # several times as fast
 
 
-def _merge(copied: Callable[[], Any]) -> _Merged:
+def _merge(stats: Any) -> _Merged:
     """Do with copies of statistics what vLLM does between two log lines.
 
     TypeError if a method returns another type than the next step needs; ValueError if the merged
     statistics are empty.
     """
+    copied = _copier(stats)
     stats = copied()
     filled = not stats.is_empty()
     before = copied().reduce() if filled else {}
