@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import fields
 from enum import Enum
 from typing import Any
 
 from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backends import utils
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -160,6 +162,23 @@ def build_cache_config(cache: PagedCache) -> KVCacheConfig:
     if hasattr(config, "kv_cache_layout"):
         config.kv_cache_layout = cache.layout
     return config
+
+
+def resolve_hits(config: Any, cache_configs: Sequence[KVCacheConfig]) -> None:
+    """Say how many tokens a block hash has, and at multiples of how many tokens hits may end.
+
+    The engine core does it before it constructs a connector, and puts both into the configurations
+    of the scheduler and of all workers (v1/engine/core.py: EngineCore._initialize_kv_caches).
+    Changes the configurations; nothing before vLLM 0.32.
+    """
+    resolve = getattr(kv_cache_utils, "resolve_cache_hit_alignment_tokens", None)
+    if resolve is None:
+        return
+    leading = cache_configs[0]
+    scheduler_block, hashed = kv_cache_utils.resolve_kv_cache_block_sizes(leading, config)
+    alignment = resolve(leading, config, scheduler_block, hashed)
+    for each in (config.cache_config, *cache_configs):
+        each.hash_block_size, each.cache_hit_alignment_tokens = hashed, alignment
 
 
 def _placed(cache: PagedCache, group: Group, region: int) -> KVCacheTensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.config import set_current_vllm_config
 
-from kvconform.compat.groups import registered, resolve_layout
+from kvconform.compat.groups import registered, resolve_hits, resolve_layout
 from kvconform.compat.kernel_blocks import add_layers
 from kvconform.config.target import Target
 from kvconform.contract.case import Config, Inspection, Variant
@@ -197,6 +197,8 @@ def _ranks(config: Any, shards: list[tuple[Place, Shard]]) -> list[Rank]:
         if cache.kernel_block_size is not None:
             add_layers(own, cache.names, cache.kernel_block_size)
         ranks.append(Rank(place, cache, registry, own, cache_config))
+    for rank in ranks:
+        resolve_hits(rank.config, [leading_config, rank.cache_config])
     return ranks
 
 

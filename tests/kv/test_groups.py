@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager
 
 from access_rig import foreign
@@ -19,6 +20,7 @@ from kvconform.kernels.codes import CodeBook
 from kvconform.kv.cache import PagedCache, groups_of
 from kvconform.kv.content import Content
 from kvconform.kv.oracle import Grant
+from kvconform.refimpl.variants.hybrid import HybridConnector
 from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
@@ -165,6 +167,39 @@ def test_a_connector_for_several_groups_fails_nothing(case: str, load: str, tmp_
     ] == []
     assert [sentence for run in runs for sentence in run.unmet] == []
     assert load == "sync" or any(row.verdict == "PASS" for row in runs[0].rows)
+
+
+class Told(HybridConnector):
+    """Notes what the engine core has resolved before it constructs a connector."""
+
+    what: ClassVar[list[tuple[Any, ...]]] = []
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        for each in (kv_cache_config, vllm_config.cache_config):
+            self.what.append((each.hash_block_size, each.cache_hit_alignment_tokens))
+
+
+@pytest.mark.skipif(
+    not hasattr(kv_cache_utils, "resolve_cache_hit_alignment_tokens"), reason="not in this vLLM"
+)
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("groups.inside-block", (2, 2)),  # a state: hits end at any block hash
+        ("groups.sizes", (4, 8)),  # blocks of 4 and 8 tokens
+        ("lifecycle.last-token", (4, 4)),
+    ],
+)
+def test_both_halves_are_told_where_hits_may_end(
+    name: str, told: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Told, "what", [])
+    variant = SPEC.cases[name].variants(["vllm"])[0]
+    target = Target(f"{__name__}:Told", {"store": "{tmp}/store"}, capabilities={"store": True})
+    assert run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path).harness_error is None
+    # Twice by each half, in the judged run and in plain ones.
+    assert Told.what.count(told) >= 4 and Told.what[::2] == Told.what[1::2]
 
 
 def test_a_connector_for_one_group_is_not_judged_by_these_cases(tmp_path: Path) -> None:
