@@ -274,10 +274,11 @@ def load(given: dict[str, Any], *, file: str | None = None, start: Path | None =
     given_here = _validate(own, COMMAND_LINE)
     names = [key.replace("-", "_") for key in own]
     merged = settings.model_copy(update={name: getattr(given_here, name) for name in names})
-    if "select" in own and "trace" in own:
+    asked = {name for name, value in given.items() if value is not None}
+    if {"select", "trace"} <= asked:
         raise UsageError("--trace and -k cannot be combined: --trace names the case that is run")
-    if "trace" in own or "cases" in own and "select" not in own:
-        merged.select = []  # those of the file are not meant
+    if "trace" in asked or "cases" in asked and "select" not in asked:
+        merged.select = []  # what a file selects is not meant
     merged.expected_failures = settings.expected_failures
     merged.file = str(path) if path else None
     if merged.connector == REFERENCE and not merged.extra_config:
