@@ -239,7 +239,9 @@ def _add_own(spec: Spec, cases: Sequence[str], live: bool) -> None:
             text = Path(name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise UsageError(f"case {name} cannot be read: {reason}") from None
+            known = Path(name).name
+            hint = f"; -k {known} runs the case of that name" if known in spec.cases else ""
+            raise UsageError(f"case {name} cannot be read: {reason}{hint}") from None
         (loader.scenario if live else loader.case)(name, text)
     if loader.problems:
         raise SpecError(loader.problems)

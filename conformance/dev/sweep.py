@@ -28,7 +28,7 @@ from kvconform.contract.case import SLOW, Case, Device, Variant
 from kvconform.contract.loader import load_spec
 from kvconform.contract.steps import forks
 from kvconform.dev.defects import specification
-from kvconform.errors import KvconformError, UsageError
+from kvconform.errors import KvconformError, UsageError, did_you_mean
 from kvconform.execute.answers import Death
 from kvconform.execute.choice import Choice, executor, parse
 from kvconform.execute.work import Calls
@@ -110,7 +110,7 @@ def judge_one(name: str, turn: Turn, tmp: Path, plain: dict[str | None, Run], ta
 
     `plain` caches baseline runs of the variant, by kv_role.
     """
-    from kvconform.refimpl.variants.registry import STREAMED
+    from kvconform.refimpl.variants.registry import NOT_RECOMMENDED, STREAMED
 
     report = run_and_judge(
         turn.variant,
@@ -128,6 +128,7 @@ def judge_one(name: str, turn: Turn, tmp: Path, plain: dict[str | None, Run], ta
         return
     bad = [row for row in report.rows if row.verdict in BAD and row.kind == "requirement"]
     bad = [row for row in bad if row.requirement not in SLOW_BUT_RIGHT or name in STREAMED]
+    bad = [row for row in bad if row.requirement != NOT_RECOMMENDED.get(name)]
     tally.alarms += [
         Alarm(name, turn.seed, turn.variant.id, row.requirement, row.finding) for row in bad
     ]
@@ -222,6 +223,13 @@ def main(
         sys.exit(error.code)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     spec = load_spec()
+    for kind, given, known in (
+        ("case", case or [], [*spec.cases]),
+        ("variant", variant or [], [*VARIANTS, *STREAMED]),
+    ):
+        for name in (each for each in given if each not in known):
+            print(f"error: there is no {kind} {name!r}{did_you_mean(name, known)}", file=sys.stderr)
+            sys.exit(2)
     start = time.monotonic()
     alarms = 0
     chosen = [
@@ -229,6 +237,9 @@ def main(
         for each in spec.cases.values()
         if (not case or each.id in case) and (processes or not starts_processes(each))
     ]
+    if not chosen:
+        print("error: these cases start processes; --processes runs them", file=sys.stderr)
+        sys.exit(2)
     slow = SLOW if emulate_cuda else None
     runs = [run for each in chosen for run in each.variants(["reference", "vllm"], slow=slow)]
     names = [*VARIANTS]

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import textwrap
 from pathlib import Path
 
 from kvconform.explore.campaign import Found
 from kvconform.explore.workload import WIDTH, text_of
 from kvconform.files import replace
+from kvconform.report.layout import wrapped
 
 
 def keep(found: Found, folder: Path, again: str) -> None:
@@ -31,9 +31,7 @@ def keep(found: Found, folder: Path, again: str) -> None:
     }
     where = f"step {failure.step}" + (f", request {failure.req}" if failure.req else "")
     path = folder / f"{name}.yaml"
-    said = textwrap.fill(
-        f"{failure.requirement} ({where}): {' '.join(failure.message.split())}", WIDTH
-    )
+    said = "\n".join(wrapped(f"{failure.requirement} ({where}): {failure.message}", WIDTH))
     command = f"{again} --case {shlex.quote(str(path))} --seed {workload.seed}"
     folder.mkdir(parents=True, exist_ok=True)
     replace(path, text_of(data, f"{said}\n{command}"))

@@ -18,6 +18,7 @@ from kvconform.contract.requirement import Match, Requirement
 from kvconform.contract.scenario import Scenario
 from kvconform.contract.situation import situations
 from kvconform.errors import UsageError, did_you_mean
+from kvconform.report.layout import wrapped
 
 WIDTH = 100
 
@@ -307,4 +308,4 @@ def _one_line(text: str) -> str:
 
 
 def _wrap(text: str) -> str:
-    return textwrap.fill(_one_line(text), WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join(wrapped(text, WIDTH, "  ", "  "))

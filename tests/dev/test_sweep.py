@@ -6,6 +6,8 @@ from __future__ import annotations
 import time
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from kvconform.contract.loader import load_spec
 from kvconform.execute.answers import Death
@@ -50,3 +52,24 @@ def test_a_death_is_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_seed_is_always_run() -> None:
     assert list(sweep._until(time.monotonic() - 1, range(4, 9))) == [4]
     assert list(sweep._until(None, range(4, 9))) == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--case", "chunked.boundarys"], "there is no case 'chunked.boundarys'; did you mean"),
+        (["--variant", "plan"], "there is no variant 'plan'; did you mean plain"),
+        (["--case", "lifecycle.hash-seed"], "--processes runs them"),
+    ],
+)
+def test_what_selects_nothing_is_no_success(options: list[str], said: str) -> None:
+    command = typer.Typer()
+    command.command()(sweep.main)
+    done = CliRunner().invoke(command, options)
+    assert done.exit_code == 2 and said in done.output
+
+
+def test_a_variant_that_is_not_recommended_alarms_with_nothing_else() -> None:
+    (run,) = load_spec().cases["lifecycle.api"].variants(["reference"], ["sync"])[:1]
+    work = sweep.turns([*registry.NOT_RECOMMENDED], [run], [0])
+    assert [tally.alarms for _, tally in sweep.sweep(work, HERE, None)] == [[]]

@@ -22,12 +22,8 @@ from urllib.parse import unquote
 
 import pytest
 
-from kvconform.config.selection import select
-from kvconform.config.settings import Settings
 from kvconform.contract import yaml12
 from kvconform.contract.events import PROVENANCE
-from kvconform.contract.loader import load_spec
-from kvconform.words import many
 from places import ROOT
 
 DOCS = ROOT / "docs"
@@ -203,16 +199,10 @@ def test_commands_of_the_first_pages_exist(page: str) -> None:
         )
 
 
-def test_the_first_pages_show_the_counts_of_today() -> None:
-    spec = load_spec()
-    smoke = select(spec, Settings(profile="smoke"), "0.32.0")
-    runs = many(len(smoke.variants), "run")
-    shown = f"{many(len(smoke.order()), 'case')}, {runs}, {len(smoke.shown)} requirements"
-    pages = {page: (DOCS / page).read_text(encoding="utf-8") for page in FIRST}
-    assert f"selection   {shown} " in pages["quickstart.md"]
-    for page, text in pages.items():
-        totals = {*re.findall(r"(?:exercised +|Exercised: )\d+ of (\d+)", text)}
-        assert totals == {str(len(smoke.shown))}, page
+@pytest.mark.parametrize("page", FIRST)
+def test_the_first_pages_have_no_numbers_that_age(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert re.findall(r"\d+ (?:requirements|guarantees)|exercised +\d", text) == [], page
 
 
 def test_the_fault_of_the_quickstart_can_be_made() -> None:
