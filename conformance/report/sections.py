@@ -160,8 +160,7 @@ def _whole(
     rule = requirement.text if requirement is not None else PROCESS_RULE
     paragraph(console, "rule", rule, "bold")
     paragraph(console, "found", first.message)
-    _where(console, first)
-    paragraph(console, "", _settings_of(collector, first))
+    _where(console, first, _settings_of(collector, first))
     if requirement is not None:
         paragraph(console, "usual cause", usual_causes(first, requirement.wrong or ""))
     lines = _excerpt(collector.reports, first)
@@ -243,14 +242,15 @@ def _consequences(console: Console, root: Root, *, brief: bool = False) -> None:
         paragraph(console, "", f"and {len(found) - CONSEQUENCES} more (-v)")
 
 
-def _where(console: Console, row: Row) -> None:
-    """Print the place of a failure, and its situations."""
+def _where(console: Console, row: Row, settings: str = "") -> None:
+    """Print the place of a failure, the settings of the run, and its situations."""
     where = [row.run]
     if row.step is not None:
         where.append(f"step {row.step}")
     if row.req:
         where.append(f"request {row.req}")
     paragraph(console, "where", ", ".join(where))
+    paragraph(console, "", settings)
     for sentence in beyond(row):
         paragraph(console, "situation", sentence)
 

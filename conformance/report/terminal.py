@@ -321,7 +321,7 @@ def _answer(
     """Print the counts, the place of the reports, and the overall verdict with its reasons."""
     console.print()
     if verbose:
-        excused = " (engine's or recommended only)" if not found.failed else ""
+        excused = " (not counted)" if not found.failed else ""
         counts = ", ".join(
             f"{count} {verdict_name(name)}" + (excused if name is Verdict.FAIL else "")
             for name, count in found.counts.items()
