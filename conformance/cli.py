@@ -242,13 +242,12 @@ def _settings(
         "select": selected or None,
         **{name: options[name] or None for name in repeated},
     }
-    limit = options["hook_timeout"]
     again = {
         "--extra-config": extra_config,
         "--profile": options["profile"],
         "--role": options["role"],
         "--strict": options["strict"],
-        "--hook-timeout": None if limit is None else str(limit),
+        "--hook-timeout": options["hook_timeout"],
         "--half": options["half"],
         "--config": config,
         "--device": options["device"],

@@ -395,7 +395,7 @@ def _dates_as_text(entry: Any) -> Any:
     }
 
 
-def as_arguments(options: Mapping[str, str | bool | Sequence[str] | None]) -> list[str]:
+def as_arguments(options: Mapping[str, str | bool | float | Sequence[str] | None]) -> list[str]:
     """Return options as they are written on the command line.
 
     A value follows its option, true is the option alone, a list repeats the option.
@@ -406,6 +406,8 @@ def as_arguments(options: Mapping[str, str | bool | Sequence[str] | None]) -> li
             found += [name, value]
         elif isinstance(value, bool):
             found += [name] if value else []
+        elif isinstance(value, (int, float)):
+            found += [name, str(value)]
         else:
             found += [part for each in value or () for part in (name, each)]
     return found

@@ -197,8 +197,7 @@ def _ranks(config: Any, shards: list[tuple[Place, Shard]]) -> list[Rank]:
         if cache.kernel_block_size is not None:
             add_layers(own, cache.names, cache.kernel_block_size)
         ranks.append(Rank(place, cache, registry, own, cache_config))
-    for rank in ranks:
-        resolve_hits(rank.config, [leading_config, rank.cache_config])
+    resolve_hits(config, [leading_config, *(rank.cache_config for rank in ranks)])
     return ranks
 
 

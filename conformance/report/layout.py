@@ -20,7 +20,7 @@ INDENT = 13
 
 
 class _Console(Console):
-    """A console that goes on without output when nobody reads it any more, as with `| head`.
+    """A console that drops its output once its reader has closed the pipe, as `| head` does.
 
     The reports and the exit code are wanted all the same.
     """

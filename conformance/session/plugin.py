@@ -176,12 +176,11 @@ def _controller(config: pytest.Config) -> Any:
             "connector": config.getoption("connector"),
             "extra_config": parse_extra_config(extra) if extra else None,
         }
-        limit = given["hook_timeout"]
         again = {
             "--extra-config": extra,
             "--profile": given["profile"],
             "--strict": given["strict"],
-            "--hook-timeout": None if limit is None else str(limit),
+            "--hook-timeout": given["hook_timeout"],
             "--config": config.getoption("kvconform_config"),
         }
         given["arguments"] = as_arguments(again)
