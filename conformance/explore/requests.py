@@ -33,9 +33,9 @@ SAME_NUMBER: tuple[LoraData, ...] = ("l12", "l21")
 class Requests:
     """The requests of one workload so far.
 
-    `lengths`: tokens of each prompt. `settled`: requests that finished by themselves since the
-    connector was last reset. `restarts`: of the engine so far; None in a workload without restarts.
-    `images`: tokens of each image.
+    `lengths`: tokens of each prompt; it may have up to `beyond` more, if it continues an output.
+    `settled`: requests that finished by themselves since the connector was last reset. `restarts`:
+    of the engine so far; None in a workload without restarts. `images`: tokens of each image.
     """
 
     dice: Dice
@@ -43,6 +43,7 @@ class Requests:
     drafts: int
     simple: bool = False
     lengths: dict[str, int] = field(default_factory=dict)
+    beyond: dict[str, int] = field(default_factory=dict)
     adds: dict[str, Data] = field(default_factory=dict)
     settled: list[str] = field(default_factory=list)
     live: list[str] = field(default_factory=list)
@@ -53,7 +54,10 @@ class Requests:
     @property
     def longest(self) -> int:
         """Tokens of the longest request, including its output."""
-        return max(self.lengths[name] + add["max_tokens"] for name, add in self.adds.items())
+        return max(
+            self.lengths[name] + self.beyond[name] + add["max_tokens"]
+            for name, add in self.adds.items()
+        )
 
     def draw(self, name: str, again: str | None = None, part_of: str | None = None) -> Data:
         """Draw the argument of `add` for one more request.
@@ -70,41 +74,57 @@ class Requests:
         earlier = again or (
             dice.pick(sorted(self.lengths)) if self.lengths and not dice.one_in(4) else None
         )
+        beyond = 0
         if part_of is not None:
             length = dice.number(1, self.lengths[part_of])
             add["prompt"] = {"of": part_of, "tokens": length}
-            if "salt" in self.adds[part_of]:
-                add["salt"] = self.adds[part_of]["salt"]
+            self._identify(add, part_of, length)
         elif earlier is None:
             blocks = dice.number(1, 2 if self.simple else 4)
             add["prompt"] = length = max(1, blocks * self.block + dice.pick([-1, 0, 1, 2]))
         elif again or dice.one_in(2):
             add["prompt"], length = {"same": earlier}, self.lengths[earlier]
+            beyond = self.beyond[earlier]
             self._alike(add, earlier)
         elif dice.one_in(2):
-            add["prompt"], length = self._extended(earlier)
+            length, beyond = self._extend(add, earlier)
         else:
-            add["prompt"], length = self._joined(earlier)
+            length = self._join(add, earlier)
         if self.drafts and dice.one_in(2):
             add["drafts"] = [dice.number(0, self.drafts) for _ in range(dice.number(1, 3))]
         if not self.simple:
             self._options(add, length)
-        self.lengths[name], self.adds[name] = length, add
+        self.lengths[name], self.beyond[name], self.adds[name] = length, beyond, add
         self.live.append(name)
         return add
 
-    def _extended(self, earlier: str) -> tuple[Data, int]:
-        dice, length = self.dice, self.lengths[earlier]
-        prompt: dict[str, Any] = {"of": earlier}
-        if dice.one_in(2):
-            length = prompt["tokens"] = dice.number(1, length)
-        prompt["then"] = dice.pick([1, 2, self.block, self.block + 1])
-        return prompt, length + prompt["then"]
+    def _extend(self, add: Data, earlier: str) -> tuple[int, int]:
+        """Give `add` a prompt that continues the prompt of `earlier`, or its output, or a part.
 
-    def _joined(self, earlier: str) -> tuple[Data, int]:
-        """Draw a prompt that agrees with `earlier` in later blocks, and not before these.
+        Returns (tokens that the prompt has, tokens that it may have in addition).
+        """
+        dice = self.dice
+        source, length = self.adds[earlier], self.lengths[earlier]
+        most = length + self.beyond[earlier]
+        prompt: dict[str, Any] = {"of": earlier}
+        is_short = not self.simple or isinstance(source["prompt"], int)
+        if earlier in self.settled and "embeds" not in source and is_short and dice.one_in(2):
+            prompt["outputs"] = True
+            most += source["max_tokens"]
+        if dice.one_in(2):
+            most = prompt["tokens"] = dice.number(1, most)
+            length = min(length, most)
+        prompt["then"] = dice.pick([1, 2, self.block, self.block + 1])
+        add["prompt"] = prompt
+        if not dice.one_in(4):
+            self._identify(add, earlier, length)
+        return length + prompt["then"], most - length
+
+    def _join(self, add: Data, earlier: str) -> int:
+        """Give `add` a prompt that agrees with `earlier` in later blocks, and not before these.
 
         At the same place, behind the start of another prompt or new tokens; or at the very start.
+        Returns the tokens of the prompt.
         """
         dice, block, length = self.dice, self.block, self.lengths[earlier]
         others = sorted(
@@ -113,10 +133,12 @@ class Requests:
         later = max(1, (length - 1) // block)  # blocks of `earlier` behind its first one
         start = dice.number(1, later) * block if length > block else 0
         parts: list[Data] = []
+        first = earlier
         if others and dice.one_in(2):
             other = dice.pick(others)
             start = min(start, self.lengths[other] // block * block)
-            parts = [{"of": other, "tokens": start}] if start else []
+            if start:
+                parts, first = [{"of": other, "tokens": start}], other
         elif start and dice.one_in(4):
             parts = [{"new": start}]
         before = start if parts else 0
@@ -125,7 +147,10 @@ class Requests:
             shared = min(shared, dice.number(1, 2) * block)
         parts.append({"of": earlier, "from": start, "tokens": shared})
         prompt: Data = {"parts": parts, "then": dice.pick([1, 1, 2, block + 1])}
-        return prompt, before + shared + int(prompt["then"])
+        add["prompt"] = prompt
+        if (first != earlier or not start) and dice.one_in(2):
+            self._identify(add, first, start or shared)
+        return before + shared + int(prompt["then"])
 
     def _alike(self, add: Data, earlier: str) -> None:
         """Give most repetitions the identity of the earlier request, which makes a reload due."""
@@ -136,10 +161,22 @@ class Requests:
             if "embeds" in source and not self.simple and self.dice.one_in(2):
                 add["embeds"] = self._embeds_like(source["embeds"], self.lengths[earlier])
             return
-        add.update({name: source[name] for name in IDENTITY if name in source})
+        self._identify(add, earlier, self.lengths[earlier])
+
+    def _identify(self, add: Data, earlier: str, tokens: int) -> None:
+        """Give `add` the identity that the first `tokens` tokens of an earlier request have.
+
+        If that has finished, a reload of what is common is due. An image that is cut off is left
+        out. An adapter is another one if a restart has given its number to another one.
+        """
+        source = self.adds[earlier]
+        add.update({name: source[name] for name in IDENTITY if name in source and name != "mm"})
+        images = [each for each in source.get("mm", ()) if each["at"] + each["length"] <= tokens]
+        if images:
+            add["mm"] = images
         if add.get("lora", self.adapters[0]) not in self.adapters:
-            add["lora"] = self.adapters[0]  # since a restart, another adapter has the number
-        elif earlier in self.settled and "reloads" not in source:
+            add["lora"] = self.adapters[0]
+        elif earlier in self.settled:
             add["reloads"] = earlier
 
     def _embeds_like(self, embeds: str | Data, length: int) -> str | Data:

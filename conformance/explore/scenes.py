@@ -173,7 +173,7 @@ def engines_in_turn(dice: Dice, block: int) -> Scene:
     for name in "abc":
         steps.append(_add(name, {"same": "a"} if steps else length, 5))
         steps += [{"step": after}, LAND, {event: name}] if event else []
-        steps += [RUN, restart]
+        steps += [RUN, {**restart}]
     return Scene([*steps, _add("d", {"same": "a"}, 2), RUN], length + 5, {"budget": 64})
 
 

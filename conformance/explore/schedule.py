@@ -74,7 +74,7 @@ class Schedule:
 
     def _request(self, name: str) -> None:
         dice, requests = self.dice, self.requests
-        sources = [each for each in requests.settled if "reloads" not in requests.adds[each]]
+        sources = requests.settled
         failing = self.failing and sources and self._partly is None and not dice.one_in(3)
         if failing:
             self.steps.append({"drop-local": {}})

@@ -518,7 +518,7 @@ def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
     These concern its request `req`, the steps, or what its worker did. For wrong bytes of another
     place, the admissions, preemptions, resumptions, saves and the steps of these saves of the
     request there are added. For something left over at the end, the lives of the requests that it
-    belongs to are added.
+    belongs to are added. For KV that did not come back, the steps that computed it, and its saves.
     """
     event = next(e for e in trace if e["seq"] == seq)
     left = _left_over(trace, event) if event["kind"] == "run.end" else []
@@ -527,7 +527,12 @@ def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
     last = EXCERPT // 2 if left else EXCERPT
     before = [e for e in chosen if e["seq"] <= seq][-last:]
     there = {e["seq"] for e in before}
-    behind = [*_of_origin(trace, event), *_of_claimed(trace, event), *_outlived(trace, event)]
+    behind = [
+        *_of_origin(trace, event),
+        *_of_claimed(trace, event),
+        *_outlived(trace, event),
+        *_not_brought_back(trace, event),
+    ]
     origin = [e for e in behind if e["seq"] < seq and e["seq"] not in there]
     lives = [e for e in _lives(trace, left, seq) if e["seq"] not in there]
     earlier = lives + origin[-ORIGIN:] + before
@@ -664,6 +669,41 @@ def _of_origin(trace: list[Event], event: Event) -> list[Event]:
         return saves(e)
 
     return [e for e in trace if e.get("req") in reqs and concerns(e)]
+
+
+def _not_brought_back(trace: list[Event], event: Event) -> list[Event]:
+    """Return the steps that computed the KV that should have come back and did not, and its saves.
+
+    Nothing for other events than promises of a reload.
+    """
+    if event["kind"] not in ("profile.expectation", "profile.repaired"):
+        return []
+    first, end = event["reloadable"], event["promised"]
+
+    def concerns(e: Event) -> bool:
+        if e["kind"] == "req.scheduled":
+            return bool(e["computed"] < end and first < e["computed"] + e["scheduled"])
+        if e["kind"] == "plan":
+            return bool(e["op"] == "save" and e["start"] < end and first < e["end"])
+        return e["kind"] == "req.finished"
+
+    return [e for e in trace if e.get("req") == event["of"] and concerns(e)]
+
+
+def computed_in(trace: list[Event], event: Event) -> str | None:
+    """Return in words in which steps the KV was computed that did not come back.
+
+    None for other events than promises of a reload, and if the promise was kept.
+    """
+    rows = [
+        e["step"]
+        for e in _not_brought_back(trace, event)
+        if e["kind"] == "req.scheduled" and e["seq"] < event["seq"]
+    ]
+    if not rows:
+        return None
+    where = f"step {rows[0]}" if len(rows) == 1 else f"steps {rows[0]} to {rows[-1]}"
+    return f"{event['of']} computed the others in {where}"
 
 
 def claimed(trace: Iterable[Event], event: Event) -> tuple[str, str] | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from kvconform.contract.events import SIZED, block_size_at
 from kvconform.contract.requirement import Requirement
 from kvconform.contract.trace import RANKED, Event
-from kvconform.judge.backtrace import claimed, excerpt, tell
+from kvconform.judge.backtrace import claimed, computed_in, excerpt, tell
 from kvconform.judge.circumstances import absent
 from kvconform.judge.describe import adds_to_itself, cause, describe, headline, hook_of, place
 from kvconform.judge.identity import CLAIMED, another, apart, differing
@@ -64,6 +64,7 @@ def narrate(
             _tell_apart(row, event, differing(trace, event), parts)
         if (owner := claimed(trace, event)) is not None:
             parts.append(owner[1])
+        parts.append(computed_in(list(trace), event))
         if event["kind"] == "lookup.permitted" and _is_rounded(event, trace):
             parts.append(
                 f"that is {event['prompts']}, the end of a prompt, rounded up to whole blocks"

@@ -303,11 +303,10 @@ class Driver:
         state.adds[add.req] = add
         state.prompts[add.req] = tokens
         state.ids[add.req] = req_id
+        identity = Identity.of(add.salt, lora, items, embeds, self._other_model())
+        state.identities[add.req] = identity
         state.infos[req_id] = Info(
-            add.req,
-            generation,
-            Identity.of(add.salt, lora, items, embeds, self._other_model()),
-            Script(list(add.drafts or []), add.stop_at),
+            add.req, generation, identity, Script(list(add.drafts or []), add.stop_at)
         )
         if any((known := add.identity).values()):
             self.trace.emit("request.identity", req=req_id, generation=generation, **known)

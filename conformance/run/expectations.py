@@ -392,6 +392,7 @@ class Reloads:
             request,
             state.variant.of_engine(event.get("on")).block_size,
             self._final(source),
+            identities=(state.identities[source], state.info(request.request_id).identity),
             groups=tuple(config.groups) if config.groups != ["latent"] else (),
             window=config.window,
             caching=config.prefix_caching,

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from kvconform.contract.case import Case
 from kvconform.contract.steps import Layout
+from kvconform.kv.provenance import Identity
 
 MEASURED = "KVCONFORM_MEASURED"
 """Environment variable: a directory in which the workers of one run share what they measured."""
@@ -232,6 +233,7 @@ class Promises:
         block_size: int,
         final: int | None,
         crowd: Crowd = NOBODY,
+        identities: tuple[Identity, Identity] = (Identity(), Identity()),
         groups: tuple[str, ...] = (),
         window: int = 8,
         caching: bool = True,
@@ -242,11 +244,13 @@ class Promises:
     ) -> int:
         """Return how many tokens of `request` must be loadable or local.
 
-        `source` has computed `final` positions of this content, from the prompt `prompt`. `groups`,
-        `window`, `caching`, `room`, `layout` and `prefix_match_unit` are as in `Plain`: a connector
-        may behave differently with several groups or in a layout, need a prefix cache, or save only
-        what is about to be evicted. `found`: tokens that came back. If they are all that could be
-        promised, no plain run is made: all whole blocks, of a connector that stores nothing else.
+        `source` has computed `final` positions of this content, from the prompt `prompt`.
+        `identities` are those of `source` and `request`: they have nothing in common from where
+        these differ. `groups`, `window`, `caching`, `room`, `layout` and `prefix_match_unit` are as
+        in `Plain`: a connector may behave differently with several groups or in a layout, need a
+        prefix cache, or save only what is about to be evicted. `found`: tokens that came back. If
+        they are all that could be promised, no plain run is made: all whole blocks, of a connector
+        that stores nothing else.
         """
         saves = self.caps["saves"]
         if final is None or saves == "none" or not self.caps["store"]:
@@ -254,7 +258,13 @@ class Promises:
         known = source.all_token_ids
         wanted = request.all_token_ids
         common = 0
-        while common < min(len(known), len(wanted)) and known[common] == wanted[common]:
+        theirs, own = identities
+        are_alike = theirs == own
+        while (
+            common < min(len(known), len(wanted))
+            and known[common] == wanted[common]
+            and (are_alike or theirs.own(common) == own.own(common))
+        ):
             common += 1
         # The KV of the last token may be in flight when the request finishes (R141).
         limit = min(final, len(known) - 1, common, len(wanted) - 1)

@@ -12,7 +12,7 @@ from kvconform.contract.case import Variant
 from kvconform.contract.steps import Add
 from kvconform.contract.trace import Event, Trace
 from kvconform.engine.batch import Info
-from kvconform.kv.provenance import Memory
+from kvconform.kv.provenance import Identity, Memory
 from kvconform.run.promises import Promises
 
 
@@ -64,6 +64,7 @@ class Progress:
     infos: dict[str, Info] = field(default_factory=dict)
     adds: dict[str, Add] = field(default_factory=dict)
     prompts: dict[str, list[int]] = field(default_factory=dict)
+    identities: dict[str, Identity] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
     requests: dict[str, Snapshot] = field(default_factory=dict)
     generations: dict[str, int] = field(default_factory=dict)

@@ -90,6 +90,17 @@ class OneTokenIsDecode(ReferenceConnector):
         return 0
 
 
+class StopsBeforeTheLastToken(ReferenceConnector):
+    """Saves a prompt up to its last token: a block that ends there is left out.
+
+    A lookup for the same prompt leaves that token to be computed, so only a longer prompt asks for
+    the block.
+    """
+
+    def _worth_saving(self, request: Request, end: int) -> int:
+        return min(super()._worth_saving(request, end), request.num_prompt_tokens - 1)
+
+
 class ZipsParallelLists(ReferenceConnector):
     """Walks through the requests of a step together with their new_token_ids (B152).
 

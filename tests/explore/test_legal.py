@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvconform.explore.dice import Dice
 from kvconform.explore.draw import drawn
 from kvconform.explore.mutate import (
     grammars_come,
@@ -16,6 +17,7 @@ from kvconform.explore.mutate import (
     mutated,
     numbers_are_free,
 )
+from kvconform.explore.scenes import engines_in_turn
 from kvconform.explore.shrink import shrink
 from kvconform.explore.workload import Data, Workload, make
 
@@ -126,3 +128,11 @@ WAITS: Data = {"add": {"req": "a", "prompt": 8, "max_tokens": 2, "structured": T
 )
 def test_a_request_waits_for_a_grammar_that_comes(steps: list[Data], comes: bool) -> None:
     assert grammars_come({"steps": steps}) is comes
+
+
+def test_a_restart_of_a_scene_can_be_changed_alone() -> None:
+    """Only one restart of a case can be in another process, and a workload changes the first."""
+    steps = engines_in_turn(Dice("0"), 4).steps
+    restarts = [step for step in steps if "restart" in step]
+    assert len(restarts) == 3
+    assert len({id(step) for step in restarts}) == 3

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the excerpt of a failure at the end of a run.
+"""Tests of the excerpt of a failure, in which other requests than the failing one matter.
 
-It shows the lives of the requests that were left over, or whose blocks were.
+At the end of a run it shows the lives of the requests that were left over, or whose blocks were; of
+KV that did not come back, the steps that computed it.
 """
 
 from __future__ import annotations
@@ -162,8 +163,8 @@ def test_who_had_the_blocks(events: list[Event], who: list[str]) -> None:
     [
         ({"kind": "case.expectation", "holds": True}, True),
         ({"kind": "case.expectation", "holds": False}, False),
-        ({"kind": "profile.expectation", "reloadable": 8, "promised": 8}, True),
-        ({"kind": "profile.expectation", "reloadable": 4, "promised": 8}, False),
+        ({"kind": "profile.expectation", "of": "a", "reloadable": 8, "promised": 8}, True),
+        ({"kind": "profile.expectation", "of": "a", "reloadable": 4, "promised": 8}, False),
         ({"kind": "cache.reset", "phase": "asked", "returned": None}, True),
         ({"kind": "cache.reset", "phase": "called", "returned": None}, True),
         ({"kind": "cache.reset", "phase": "returned", "returned": True}, True),
@@ -240,3 +241,20 @@ def test_poison_that_was_saved_shows_the_step_that_could_save_it() -> None:
     run = [{**event, "seq": number, "step": number} for number, event in enumerate(run)]
     sources = [e for e in excerpt(run, run[-1]["seq"], "b") if e.get("req") == "a"]
     assert [e["computed"] for e in sources] == [0], "later, the position was computed"
+
+
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_the_steps_that_computed_what_did_not_come_back(tmp_path: Path, engine: str) -> None:
+    target = Target(
+        "kvconform.refimpl.defects.chunked:StopsBeforeTheLastToken",
+        {"store": "memory:{tmp}", "save_decode": False},
+        capabilities={"saves": "prompt"},
+    )
+    variant = SPEC.cases["chunked.boundaries"].variants([engine], ["sync"])[0]
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path)
+    [row] = [row for row in report.rows if row.requirement == "save.completeness"]
+    assert "28 did; b computed the others in step" in row.message
+    shown = report.excerpts["save.completeness"]
+    computed = [e for e in shown if e["kind"] == "req.scheduled" and e["req"] == "b"]
+    ends = [(e["computed"], e["computed"] + e["scheduled"]) for e in computed]
+    assert ends and all(start < 32 and end > 28 for start, end in ends)
