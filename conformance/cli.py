@@ -7,6 +7,7 @@ It must not load vLLM or torch: the commands import what they need when they are
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import signal
@@ -488,6 +489,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             raise
         elif _lacks_vllm(error):
             typer.echo(f"kvconform: {installed.NO_VLLM}", err=True)
+            status = EnvironmentProblem.code
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f" to {error.filename}" if error.filename else ""
+            typer.echo(f"kvconform: cannot write{where}: {error.strerror}", err=True)
             status = EnvironmentProblem.code
         else:
             first = (str(error).splitlines() or [""])[0]

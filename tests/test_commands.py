@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,18 @@ def test_a_command_with_an_option_debug_gets_it(
     for words in ("check", "check --debug", "--debug check"):
         assert kvconform(capsys, "snapshot", *words.split())[0] == 0
     assert got == [None, True, True]
+
+
+def test_a_full_disk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "report.jsonl")
+
+    monkeypatch.setattr(commands, "versions", full)
+    code, _, err = kvconform(capsys, "version")
+    assert (code, err) == (
+        3,
+        "kvconform: cannot write to report.jsonl: No space left on device\n",
+    )
 
 
 @pytest.mark.parametrize("name", ["vllm", "numpy"])

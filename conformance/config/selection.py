@@ -171,10 +171,11 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
     later = [name for name in cases if known and not spec.cases[name].in_force(vllm)]
     cases = [name for name in cases if name not in later]
     shown = judged
-    # a requirement that is named along with a case does not hide the others
-    if wanted_requirements is not None and wanted_cases is None:
-        shown = [name for name in spec.requirements if name in wanted_requirements]
-        judged = list(dict.fromkeys([*judged, *shown]))
+    if wanted_requirements is not None:
+        named = [name for name in spec.requirements if name in wanted_requirements]
+        judged = list(dict.fromkeys([*judged, *named]))
+        # Those that are named along with a case do not hide the others.
+        shown = named if wanted_cases is None else judged
     found = Selection([], judged, shown, _matching(settings.disable, spec.requirements))
     # The user's own cases are run instead of the profile's.
     found.narrowed = narrows(settings) or bool(spec.own_cases)

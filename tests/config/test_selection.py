@@ -58,3 +58,11 @@ def test_runs_that_only_profile_full_has_are_counted(narrowed: dict[str, Any]) -
     full = select(SPEC, Settings(profile="full", **narrowed), "0.32.0")
     assert core.beyond_profile == len(full.variants) - len(core.variants) > 0
     assert full.beyond_profile == 0
+
+
+def test_a_requirement_that_is_named_along_with_a_case_is_judged_with_all_others() -> None:
+    case, beyond = "placeholders.conversation", "engine.reset-returns"
+    alone = select(SPEC, Settings(select=[case]), "0.32.0")
+    both = select(SPEC, Settings(select=[case, beyond]), "0.32.0")
+    assert beyond not in alone.judged
+    assert both.judged == both.shown == [*alone.judged, beyond]
