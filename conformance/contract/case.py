@@ -559,6 +559,11 @@ class Case(Model):
         return max(config.pipeline_parallel for config, _ in self.configurations)
 
     @property
+    def late_workers(self) -> bool:
+        """Whether the workers execute a step only when the engine awaits its output."""
+        return "late-workers" in self.policies
+
+    @property
     def context_degrees(self) -> list[int]:
         """The degrees of context parallelism of the engines, one after the other."""
         return [config.context_parallel for config, _ in self.configurations]
@@ -704,8 +709,7 @@ PROPERTIES: dict[str, Callable[[Case], bool]] = {
     "incomplete-params": lambda case: _alters_params(case, to_nothing=True),
     "common-reset": _resets_common_store,
     "reset-before-work": lambda case: (
-        "late-workers" in case.policies
-        and any(step.op == "reset" and step.arg.connector for step in case.steps)
+        case.late_workers and any(step.op == "reset" and step.arg.connector for step in case.steps)
     ),
     "other-model": lambda case: any(
         each.model or each.revision or each.quantization or each.hf_overrides
@@ -863,8 +867,8 @@ class Variant:
 
     @property
     def late(self) -> bool:
-        """Whether the workers execute a step only when the engine awaits its output."""
-        return isinstance(self.case, Case) and "late-workers" in self.case.policies
+        """Whether the workers execute a step late. See Case.late_workers."""
+        return isinstance(self.case, Case) and self.case.late_workers
 
     @property
     def inspects(self) -> bool:

@@ -38,8 +38,8 @@ class Violation:
     """One violation of a requirement.
 
     `seq` is when it was detected: earlier events may explain it. `event` (a seq), `step` and `req`
-    are what it is about. `trigger` is the triggering event of a `precede` or `respond`. `engine` is
-    the one that it happened on; None if there is only one, or if it is about all.
+    are what it is about. `engine` is the one that it happened on; None if there is only one, or if
+    it is about all.
     """
 
     seq: int
@@ -47,7 +47,6 @@ class Violation:
     step: int
     req: str | None
     say: Callable[[], Said]
-    trigger: Event | None = None
     engine: str | None = None
 
     @property
@@ -124,15 +123,11 @@ class Monitor:
             name = self.requirement.id
             self.error = f"the check of {name} cannot be evaluated on {where}: {text}"
 
-    def violate(
-        self, at: Event, about: Event, check: Callable[[], str], trigger: Event | None = None
-    ) -> None:
+    def violate(self, at: Event, about: Event, check: Callable[[], str]) -> None:
         """Record a violation that was detected at `at` and is about `about`. `check` words it."""
-        self.add(at, about, lambda: (None, check()), trigger)
+        self.add(at, about, lambda: (None, check()))
 
-    def add(
-        self, at: Event, about: Event, say: Callable[[], Said], trigger: Event | None = None
-    ) -> None:
+    def add(self, at: Event, about: Event, say: Callable[[], Said]) -> None:
         """Record a violation, as `violate` does. `say` words it, and the check."""
         self.count += 1
         if len(self.violations) < KEPT:
@@ -143,7 +138,6 @@ class Monitor:
                 step=about.get("step", 0),
                 req=_request(about.get("req")),
                 say=say,
-                trigger=trigger,
                 engine=at.get(ENGINE_FIELD),
             )
             self.violations.append(violation)
@@ -261,7 +255,7 @@ class PrecedeMonitor(Monitor):
                 self.exercised += 1
                 opened = before.latest(t)
                 if opened == 0 or (end is not None and end.latest(t) > opened):
-                    self.violate(t, t, lambda: self.describe(t, opened > 0), t)
+                    self.violate(t, t, lambda: self.describe(t, opened > 0))
 
         def on_end(e: Event) -> None:
             assert end is not None
@@ -348,7 +342,7 @@ class RespondMonitor(Monitor):
             for key, waiting in list(self.open.items()):
                 late = [t for t in waiting if deadline is None or deadline(e, t)]
                 for t in late:
-                    self.violate(e, t, lambda t=t: self.describe(t), t)  # type: ignore[misc]
+                    self.violate(e, t, lambda t=t: self.describe(t))  # type: ignore[misc]
                 if len(late) == len(waiting):
                     del self.open[key]
                 elif late:
