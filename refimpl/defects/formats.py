@@ -99,6 +99,21 @@ class AnyLayout(ReferenceConnector):
         return page if of_memory else page.contiguous()
 
 
+class AnyNumberOfRanks(_OneRoot):
+    """Leaves the number of ranks out of its keys.
+
+    What is stored is not stored again: the first of two ranks takes the value of an engine with one
+    rank, which has all heads, for its own.
+    """
+
+    def _level(self, config: VllmConfig) -> None:
+        config.parallel_config.world_size = 1
+
+    def _put(self, epoch: int, key: str, layer: str, data: bytes, tokens: int) -> None:
+        if self._get(key, layer) is None:
+            super()._put(epoch, key, layer, data, tokens)
+
+
 class OneRootForShardsAndStages(_OneRoot):
     """Has the number of ranks in its keys, and not whether they split the heads or the layers.
 

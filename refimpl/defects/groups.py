@@ -17,7 +17,7 @@ from kvconform.refimpl.faulty import Target, returns
 from kvconform.refimpl.plan import Load, Piece, Save
 from kvconform.refimpl.tracking import Tracked
 from kvconform.refimpl.variants.hybrid import HybridConnector, Part, Share
-from kvconform.refimpl.variants.plain import Plain
+from kvconform.refimpl.variants.plain import Plain, PlainMetadata
 
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory"
 SUPPORTS_HMA = Target(f"{FACTORY}.supports_hma_config")
@@ -89,6 +89,25 @@ class TakesAChunkForAWindow(HybridConnector):
         return _last_of_local(load, -(-max(windows, default=0) // self.options.chunk_tokens))
 
 
+class LoadsTheEndedChunk(HybridConnector):
+    """Loads the chunk of local attention that a hit ends with, which nothing reads any more.
+
+    The table has null blocks there, and nobody may have stored that chunk.
+    """
+
+    def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
+        load = super()._plan_load(tracked, granted, is_async)
+        windows = {part.number: part.window for part in self._parts if part.local and part.window}
+        ended = tuple(
+            share
+            for share in self._shares(tracked, load.start, load.end)
+            if (window := windows.get(share.part.number)) is not None
+            and load.end % window == 0
+            and load.end - window <= load.start
+        )
+        return replace(load, pieces=(*load.pieces, *ended))
+
+
 def _last_of_local(load: Load, count: int) -> Load:
     """Return the load with the last `count` pieces of layers with local attention only."""
     local = [each for each in load.pieces if isinstance(each, Share) and each.part.local]
@@ -109,6 +128,24 @@ class SavesTheWindowAgain(Plain):
             return super().build_connector_meta(scheduler_output)
         finally:
             self._index = index
+
+
+class SavesEveryFifthStep(Plain):
+    """Saves in every fifth step what the steps before it have computed.
+
+    It saves all of its own table, and when a window has left the first blocks of a prompt behind,
+    they may belong to another request by then.
+    """
+
+    _steps = 0
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        meta = super().build_connector_meta(scheduler_output)
+        assert isinstance(meta, PlainMetadata)
+        self._steps += 1
+        if self._steps % 5:
+            meta.saves.clear()
+        return meta
 
 
 class TakesTheHitForAll(HybridConnector):

@@ -34,6 +34,19 @@ class NotesOnlyLoads(Peer):
         return super().request_finished(request, block_ids)
 
 
+class ExpectsALoadOfWhatIsBeyond(Peer):
+    """Notifies the producer without a load only of prompts that are not longer than the offer.
+
+    A prompt with the producer's first token is longer: it takes the token for one to load.
+    """
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        remote = self._remote(request)
+        is_longer = remote and request.num_prompt_tokens > self._available(request, remote)
+        if num_external_tokens or not is_longer:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+
 class ForgetsAborted(Peer):
     """Does not notify the producer of a request that was aborted before it had memory."""
 
