@@ -40,10 +40,13 @@ def over_store(dice: Dice, block: int) -> tuple[list[Data], int]:
     found: list[Data] = []
     lengths: dict[str, int] = {}
     outputs: dict[str, int] = {}
+    stored: set[str] = set()  # requests of the producer that ended by themselves since a reset
+    live: set[str] = set()
     parts = [("p", "ab"), ("d", "cde")] + [("p", "fg")] * dice.one_in(2)
     for engine, names in parts:
         found += [{"on": engine}] if found else []
         for name in names[: dice.number(1, len(names))]:
+            add: Data = {"req": name}
             if not lengths or dice.one_in(4):
                 lengths[name] = max(2, dice.number(1, 4) * block + dice.pick([-1, 0, 1, 2]))
                 prompt: int | Data = lengths[name]
@@ -54,13 +57,26 @@ def over_store(dice: Dice, block: int) -> tuple[list[Data], int]:
                 if more and dice.one_in(2):  # what was saved of the output so far shows
                     prompt = {**prompt, "outputs": True}
                     lengths[name] += outputs[source]
+                if engine == "d" and source in stored:
+                    add["reloads"] = source
             outputs[name] = dice.pick([1, 4, 7])
-            found.append({"add": {"req": name, "prompt": prompt, "max_tokens": outputs[name]}})
+            found.append({"add": {**add, "prompt": prompt, "max_tokens": outputs[name]}})
+            live |= {name} if engine == "p" else set()
             found += [{"step": dice.number(1, 3)}] * dice.number(0, 1)
-            found += [{dice.pick(["abort", "preempt"]): name}] * dice.one_in(6)
-            found += _reset_by(dice, engine) if dice.one_in(6) else []
-            found += dice.pick([[], [{"run": {}}], [{"run": {}}, {"drop-local": {}}]])
+            if dice.one_in(6):
+                event = dice.pick(["abort", "preempt"])
+                found.append({event: name})
+                live -= {name} if event == "abort" else set()
+            if dice.one_in(6):
+                found += _reset_by(dice, engine)
+                stored.clear()
+                live.clear()
+            ends: list[Data] = dice.pick([[], [{"run": {}}], [{"run": {}}, {"drop-local": {}}]])
+            if ends:
+                stored, live = stored | live, set()
+            found += ends
         found.append({"run": {}})
+        stored, live = stored | live, set()
     return found, max(lengths.values()) + 7
 
 
@@ -291,7 +307,7 @@ def one(
         longest = requests.longest
         if not simple and dice.one_in(6):
             _prioritise(dice, steps)
-        if theme in ("siblings", "restarts") or extra.get("role") or extra.get("groups"):
+        if theme == "siblings" or extra.get("role") or extra.get("groups"):
             _promise_nothing(steps)
     if not simple:
         enough = -(-(longest + drafts + 1) // block) + 2  # one request alone must fit
