@@ -101,11 +101,16 @@ class Plain(KVConnectorBase_V1):
     def reset_cache(self) -> bool | None:
         # Steps that are on their way to the workers load and save under the old number.
         resets = self._resets[self._name]
-        for entries in (self._blocks, self._index):
+        # The index, and the blocks of every rank.
+        ours = [entries for name, entries in self._stores.items() if self._is_ours(name)]
+        for entries in ours:
             for entry in [entry for entry in entries if entry[0][0] < resets]:
                 del entries[entry]
         self._resets[self._name] = resets + 1
         return True
+
+    def _is_ours(self, store: str) -> bool:
+        return store.endswith(f" of {self._name}")
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # An attention kernel may split each block into several of its own.
