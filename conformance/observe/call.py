@@ -114,6 +114,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "reset_cache": lambda v: v is None or isinstance(v, bool),
     "has_pending_block_frees": lambda v: isinstance(v, bool),
     "has_pending_push_work": lambda v: isinstance(v, bool),
+    "register_finished_partial_tail": lambda v: isinstance(v, bool),
     "get_loaded_kv_cache_group_ids": lambda v: (
         isinstance(v, tuple) and all(isinstance(i, int) for i in v)
     ),

@@ -83,6 +83,7 @@ class Observer:
         self._transfers = 0
         self._reported: dict[str, set[str]] = {}  # directions, since the engine began to wait
         self._both: set[str] = set()  # load and send awaited at once, or when one was reported
+        self._tails: set[Incarnation] = set()  # kept by register_finished_partial_tail
         self._reset_seen = False
         self.reset_after = -1
         """The last step that was scheduled before the last reset of the connector's cache."""
@@ -94,6 +95,7 @@ class Observer:
         probe.on("get_num_new_matched_tokens", after=self._lookup)
         probe.on("update_state_after_alloc", after=self._alloc)
         probe.on("get_external_cache_hit_sources", after=self._sources)
+        probe.on("register_finished_partial_tail", after=self._tail)
         probe.on("request_finished", after=self._finished)
         probe.on("request_finished_all_groups", after=self._finished)
         self.metadata.watch_scheduler(probe)
@@ -400,13 +402,19 @@ class Observer:
             cause=cause,
         )
 
+    def _tail(self, call: Call) -> None:
+        """Note that a connector keeps the blocks of a request that is about to finish."""
+        if call.error is None and call.result is True:
+            self._tails.add(self._incarnation(call.arg(0, "request")))
+
     def _finished(self, call: Call) -> None:
         request = call.arg(0, "request")
         blocks = call.arg(1, "block_ids")
         tables = list(blocks) if isinstance(blocks, tuple) else [list(blocks or [])]
         returned = call.result if call.error is None and isinstance(call.result, tuple) else ()
-        delayed = bool(returned) and returned[0] is True
         req, generation = self._incarnation(request)
+        keeps = bool(returned) and returned[0] is True
+        delayed = keeps or (req, generation) in self._tails
         self.trace.emit(
             "req.finished",
             req=req,
@@ -423,7 +431,8 @@ class Observer:
             hook=call.hook,
         )
         if delayed:
-            self.hold(req, "send", None, "request_finished returned True")
+            hook = "request_finished" if keeps else "register_finished_partial_tail"
+            self.hold(req, "send", None, f"{hook} returned True")
 
     # -- reports of the worker half
     def _results(self, call: Call) -> None:

@@ -89,6 +89,18 @@ class TakesAChunkForAWindow(HybridConnector):
         return _last_of_local(load, -(-max(windows, default=0) // self.options.chunk_tokens))
 
 
+class KeepsFinishedTails(HybridConnector):
+    """Accepts the state that a request ends with, and never reports the request as sent.
+
+    Its own saves are done when the step is, so it has nothing to report.
+    """
+
+    def register_finished_partial_tail(
+        self, request: Any, block_ids: Any, partial_tail_offloads: Any
+    ) -> bool:
+        return True
+
+
 class LoadsTheEndedChunk(HybridConnector):
     """Loads the chunk of local attention that a hit ends with, which nothing reads any more.
 
