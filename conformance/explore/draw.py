@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvconform.compat.installed import vllm_version
 from kvconform.contract.case import LARGE
+from kvconform.contract.requirement import version_key
 from kvconform.contract.situation import policies as known_policies
 from kvconform.explore.dice import Dice
 from kvconform.explore.requests import Requests
@@ -384,6 +386,8 @@ def _config(dice: Dice, block: int, drafts: int) -> Data:
     return config
 
 
+FINE_HASHES = "0.32"
+"""The first release in which hits may end inside blocks."""
 RETENTION = 32
 """Tokens between the states and windows that are kept: a multiple of all sizes of blocks."""
 
@@ -404,6 +408,8 @@ def _special(dice: Dice, theme: str, engine: str, block: int) -> Data:
         if {"sliding", "wide", "state"} & set(extra["groups"]):
             # The prefix cache keeps few of the windows and states, all of them, or one in so many.
             extra["retention_interval"] = dice.pick([0, 0, None, RETENTION])
+        if dice.one_in(3) and len(extra["groups"]) > 1 and _has_fine_hashes():
+            extra["prefix_match_unit"] = block // 2
     elif theme == "ranks":
         pipeline = engine == "vllm" and dice.one_in(3)
         extra["pipeline_parallel" if pipeline else "tensor_parallel"] = 2
@@ -412,6 +418,12 @@ def _special(dice: Dice, theme: str, engine: str, block: int) -> Data:
     elif theme == "odd":
         extra.update(dice.pick(ODD))
     return extra
+
+
+def _has_fine_hashes() -> bool:
+    """Return whether the installed vLLM may hash parts of blocks (prefix_match_unit)."""
+    version = vllm_version()
+    return version is not None and version_key(version) >= version_key(FINE_HASHES)
 
 
 def _layers(dice: Dice, engine: str, drafts: int, groups: list[str]) -> Data:
