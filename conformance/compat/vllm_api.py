@@ -166,7 +166,7 @@ def build_config(
         max_model_len=max_model_len,
         block_size=16,
         num_gpu_blocks_override=num_blocks,
-        max_num_batched_tokens=max(budget, max_seqs),
+        max_num_batched_tokens=budget,
         max_num_seqs=max_seqs,
         enable_prefix_caching=prefix_caching,
         enable_chunked_prefill=True,

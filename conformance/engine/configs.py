@@ -149,7 +149,7 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
     )
     arguments: dict[str, Any] = dict(
         budget=settings.budget,
-        max_seqs=settings.max_seqs,
+        max_seqs=min(settings.max_seqs, settings.budget),  # vLLM wants a token for each
         max_model_len=settings.max_model_len,
         prefix_caching=settings.prefix_caching,
         kv_events=settings.kv_events,

@@ -2,7 +2,8 @@
 """Mutations of workloads that reached something new, and the conditions for a legal workload.
 
 A workload is legal if it reuses a request's id, or an adapter's number, only after the engine has
-released it, if sessions are not aborted, and if no request waits for its grammar for ever.
+released it, if sessions end and are not aborted, if no request waits for its grammar for ever, if
+images lie within their prompts, and if reloads are promised of requests that have run to their end.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from kvconform.kv.provenance import Adapter
 
 def is_legal(data: Data) -> bool:
     """Return whether the steps fit together: an engine and its clients may do all of them."""
-    checks = (ids_are_free, numbers_are_free, sessions_go_on, grammars_come)
+    checks = (
+        ids_are_free,
+        numbers_are_free,
+        sessions_go_on,
+        grammars_come,
+        images_fit,
+        sources_have_run,
+    )
     return all(check(data) for check in checks)
 
 
@@ -36,10 +44,59 @@ def grammars_come(data: Data) -> bool:
 
 
 def sessions_go_on(data: Data) -> bool:
-    """Return whether no session is aborted, since it could get no more input."""
+    """Return whether all sessions end, and none is aborted, since it could get no more input."""
     steps: list[Data] = data["steps"]
     sessions = {step["add"]["req"] for step in steps if step.get("add", {}).get("session")}
-    return not any(step.get("abort") in sessions for step in steps)
+    inputs = [step["continue"] for step in steps if "continue" in step]
+    ended = {each["req"] for each in inputs if each["then"] == 0}
+    return sessions <= ended and not any(step.get("abort") in sessions for step in steps)
+
+
+def images_fit(data: Data) -> bool:
+    """Return whether all images lie within the prompts of their requests.
+
+    Of a prompt that continues an output, only what is certain counts: the prompt before it.
+    """
+    lengths: dict[str, int] = {}
+    for add in (step["add"] for step in data["steps"] if "add" in step):
+        length = lengths[add["req"]] = _least(add["prompt"], lengths)
+        if any(item["at"] + item["length"] > length for item in add.get("mm", ())):
+            return False
+    return True
+
+
+def _least(prompt: int | Data, lengths: dict[str, int]) -> int:
+    """Return the least number of tokens that a prompt has. `lengths`: of earlier ones, by name."""
+    if isinstance(prompt, int):
+        return prompt
+    if "same" in prompt:
+        return lengths[prompt["same"]]
+    then: int = prompt.get("then", 0)
+    if "of" in prompt:
+        return min(lengths[prompt["of"]], prompt.get("tokens", lengths[prompt["of"]])) + then
+    return then + sum(
+        part["new"]
+        if "new" in part
+        else max(0, min(part["tokens"], lengths[part["of"]] - part.get("from", 0)))
+        for part in prompt["parts"]
+    )
+
+
+def sources_have_run(data: Data) -> bool:
+    """Return whether a request that another one reloads has run to its end before.
+
+    Until then a connector need not have stored it.
+    """
+    running: set[str] = set()
+    for step in data["steps"]:
+        if step.get("run") == {}:
+            running.clear()
+        add = step.get("add", {})
+        if add.get("reloads") in running:
+            return False
+        if add:
+            running.add(add["req"])
+    return True
 
 
 def numbers_are_free(data: Data) -> bool:

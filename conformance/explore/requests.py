@@ -195,7 +195,7 @@ class Requests:
                 add["salt"] = dice.pick(SALTS)
             if dice.one_in(12 if self.restarts is None else 3):
                 add["lora"] = dice.pick(self.adapters)
-            if dice.one_in(7) and length > 2:
+            if dice.one_in(7) and length > 2 and "embeds" not in add:
                 self._image(add, length)
             if dice.one_in(16) and not {"mm", "embeds"} & set(add):
                 add["embeds"] = dice.pick(["speech", "song"])

@@ -106,21 +106,23 @@ def run_and_judge(
 def _was_too_fast(made: Runs, spec: Spec) -> bool:
     """Return whether all that failed is that too little came back, and it may still be on its way.
 
-    A connector that stores in the background is asked too early if the steps follow each other
-    without a pause. In a run that fails otherwise, the hurry may be what shows it.
+    A connector that stores in the background, or when it is polled, is asked too early if the steps
+    follow each other without a pause. In a run that fails otherwise, the hurry may be what shows
+    it. A situation that did not come about counts if threads or processes may have been storing.
     """
     main = made.runs.get("connector")
-    if not isinstance(main, Run) or not main.hurried or made.harness_error is not None:
+    if not isinstance(main, Run) or made.harness_error is not None:
         return False
     promised = (event for event in main.trace if event["kind"] == "profile.expectation")
-    if not main.unmet and all(each["reloadable"] >= each["promised"] for each in promised):
+    unmet = bool(main.hurried and main.unmet)
+    if not unmet and all(each["reloadable"] >= each["promised"] for each in promised):
         return False  # nothing is missing: most runs are not judged twice
     rows = judge(list(spec.requirements.values()), made.runs, made.caps)
     failed = [row for row in rows if row.verdict is Verdict.FAIL]
     short = [
         row for row in failed if spec.requirements[row.requirement].event == "profile.expectation"
     ]
-    return bool(short or main.unmet) and not any(row.gating for row in failed if row not in short)
+    return bool(short or unmet) and not any(row.gating for row in failed if row not in short)
 
 
 def unjudged_crash(made: Runs, spec: Spec) -> str | None:

@@ -60,7 +60,9 @@ PATIENCE = 12
 PAUSES = (0.0, 0.0, 0.001, 0.004, 0.016, 0.06, 0.1)
 """Seconds to wait before each repetition; the last one repeats. A busy server needs some time."""
 REST = 0.5
-"""Seconds that a run with `rests` waits for what is being stored."""
+"""Seconds that a run with `rests` waits for what threads and processes are storing."""
+REST_STEPS = 6
+"""Steps without work that it does in addition, as a connector may store when it is polled."""
 MOST_STEPS = 2_000
 """Steps with progress after which a run without a limit has stalled: a load can repeat for ever."""
 MOST_PER_REQUEST = 50
@@ -492,15 +494,25 @@ class Driver:
         self.engine.reset(running=False, connector=False)
 
     def _before_asking_again(self) -> None:
-        """Note whether connectors may be storing; with `rests`, give them time, once per step."""
-        now = (id(self.engine), self.trace.step)
-        if now == self._asked:
+        """Note whether connectors may be storing; with `rests`, let them, once per step.
+
+        They get time if they have threads or processes, and steps without work, in which the engine
+        polls them, unless that would go on with requests.
+        """
+        if self._now == self._asked:
             return
-        self._asked = now
         if alive.works_aside():
             self.state.hurried = True
             if self.rests:
                 time.sleep(REST)
+        if self.rests and not self.engine.busy:
+            self.idle(REST_STEPS)
+        self._asked = self._now
+
+    @property
+    def _now(self) -> tuple[int, int]:
+        """The engine, and its step."""
+        return id(self.engine), self.trace.step
 
     def _reset(self, reset: Reset) -> None:
         self.engine.reset(running=reset.running, connector=reset.connector)

@@ -13,9 +13,12 @@ from kvconform.explore.draw import drawn
 from kvconform.explore.mutate import (
     grammars_come,
     ids_are_free,
+    images_fit,
     is_legal,
     mutated,
     numbers_are_free,
+    sessions_go_on,
+    sources_have_run,
 )
 from kvconform.explore.scenes import engines_in_turn
 from kvconform.explore.shrink import shrink
@@ -136,3 +139,52 @@ def test_a_restart_of_a_scene_can_be_changed_alone() -> None:
     restarts = [step for step in steps if "restart" in step]
     assert len(restarts) == 3
     assert len({id(step) for step in restarts}) == 3
+
+
+@pytest.mark.parametrize(
+    ("between", "legal"),
+    [
+        ([{"run": {}}], True),
+        ([{"step": 1}, {"run": {}}, {"drop-local": {}}], True),
+        ([{"step": 9}], False),
+        ([{"run": {"max": 2}}], False),
+    ],
+)
+def test_a_reload_is_promised_of_a_request_that_has_run_to_its_end(
+    between: list[Data], legal: bool
+) -> None:
+    again: Data = {"add": {"req": "b", "prompt": {"same": "a"}, "reloads": "a"}}
+    assert sources_have_run(data_of(FIRST, *between, again)) is legal
+
+
+@pytest.mark.parametrize(
+    ("prompt", "legal"),
+    [
+        (9, True),
+        (8, False),
+        ({"same": "a"}, False),
+        ({"of": "a", "then": 1}, True),
+        ({"of": "a", "tokens": 7, "then": 1}, False),
+        ({"of": "a", "outputs": True, "tokens": 9}, False),  # of the output, nothing is certain
+        ({"parts": [{"new": 4}, {"of": "a", "from": 4, "tokens": 4}], "then": 1}, True),
+        ({"parts": [{"new": 4}, {"of": "a", "from": 5, "tokens": 4}], "then": 1}, False),
+    ],
+)
+def test_images_lie_within_their_prompts(prompt: int | Data, legal: bool) -> None:
+    image = {"at": 5, "length": 4, "id": "cat"}
+    add: Data = {"add": {"req": "b", "prompt": prompt, "mm": [image]}}
+    assert images_fit(data_of(FIRST, add)) is legal
+
+
+@pytest.mark.parametrize(
+    ("steps", "legal"),
+    [
+        ([{"continue": {"req": "s", "then": 3}}, {"continue": {"req": "s", "then": 0}}], True),
+        ([{"continue": {"req": "s", "then": 3}}], False),
+        ([], False),
+        ([{"abort": "s"}, {"continue": {"req": "s", "then": 0}}], False),
+    ],
+)
+def test_sessions_end_and_are_not_aborted(steps: list[Data], legal: bool) -> None:
+    add: Data = {"add": {"req": "s", "prompt": 8, "session": True}}
+    assert sessions_go_on(data_of(add, *steps)) is legal

@@ -290,3 +290,54 @@ def test_a_prompt_that_others_repeat_is_handed_on() -> None:
         ),
     )
     assert small.data["steps"] == [{"add": {"req": "b", "prompt": 1, "max_tokens": 1}}]
+
+
+def kind_of(prompt: int | dict[str, Any]) -> str:
+    if isinstance(prompt, int):
+        return "new"
+    if "of" in prompt:
+        return "output" if prompt.get("outputs") else "continued"
+    return "repeated" if "same" in prompt else "joined"
+
+
+def test_reloads_are_promised_of_what_ended_by_itself_and_was_not_forgotten_since() -> None:
+    promised: Counter[str] = Counter()
+    for work in some(6000):
+        running: set[str] = set()
+        settled: set[str] = set()
+        restarted = False
+        for step in work.data["steps"]:
+            if step.get("run") == {}:
+                settled, running = settled | running, set()
+            running.discard(step.get("abort", ""))
+            restarted = restarted or "restart" in step
+            if "restart" in step or step.get("reset", {}).get("connector"):
+                settled, running = set(), set()
+            add = step.get("add", {})
+            if "reloads" in add:
+                assert add["reloads"] in settled, work.data
+                promised[kind_of(add["prompt"])] += 1
+                promised["after a restart"] += restarted
+                promised["between engines"] += bool(work.data["config"].get("engines"))
+            if add:
+                running.add(add["req"])
+    del promised["new"]  # none
+    assert len(promised) == 6 and min(promised.values()) > 5, promised
+
+
+def test_what_a_request_reloads_has_its_identity_or_a_part_of_it() -> None:
+    """An image that is cut off is left out: the request has nothing in common from there on."""
+    alike: Counter[bool] = Counter()
+    for work in some(6000):
+        adds = [step["add"] for step in work.data["steps"] if "add" in step]
+        known = {add["req"]: add for add in adds}
+        for add in adds:
+            source = known.get(add.get("reloads"))
+            if source is None or "engines" in work.data["config"] or "restart" in str(adds):
+                continue
+            for name in ("salt", "embeds"):
+                assert add.get(name) == source.get(name), work.data
+            images = add.get("mm", [])
+            assert all(image in source.get("mm", []) for image in images), work.data
+            alike[images == source.get("mm", [])] += 1
+    assert alike[True] > 100 and alike[False] > 2, alike

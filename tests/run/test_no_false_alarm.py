@@ -21,6 +21,7 @@ from kvconform.contract.loader import load_spec
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.defects.losses import StoresEveryStep
+from kvconform.refimpl.variants.registry import VARIANTS
 from kvconform.refimpl.variants.saving import WholeChunks
 from kvconform.run.calibration import takes_every_stage
 from kvconform.run.case import run_and_judge
@@ -189,6 +190,22 @@ def test_what_is_stored_by_a_thread_gets_the_time_that_it_needs(
     assert row.verdict.name == verdict
     (promise,) = select(report.trace, "profile.expectation")
     assert (promise["promised"], promise["reloadable"]) == (12, 12 if verdict == "PASS" else 0)
+
+
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_who_stores_when_it_is_polled_gets_the_steps_that_it_needs(
+    engine: str, tmp_path: Path
+) -> None:
+    """The correct variant `fenced` saves in a later step, and has neither threads nor processes."""
+    name, options = VARIANTS["fenced"]
+    target = Target(
+        name, {"store": "memory:{tmp}", **options}, capabilities={"store": True, "saves": "all"}
+    )
+    variant = Variant(make_case([*STORED, {"add": ASK}, RUN]), engine, "sync", "v1", 1, 4)
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "run")
+    (row,) = (row for row in report.rows if row.requirement == "save.completeness")
+    assert row.verdict is Verdict.PASS
+    assert [e["reloadable"] for e in select(report.trace, "profile.expectation")] == [12]
 
 
 def test_the_promise_is_learned_without_hurry(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import complete
 from kvconform.errors import UsageError
+from kvconform.kv.provenance import Identity
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.variants.peer import Peer
 from kvconform.run.calibration import profile_of
@@ -85,6 +86,31 @@ def promised(
 )
 def test_promised_tokens(arguments: dict[str, Any], tokens: int) -> None:
     assert promised(**arguments) == tokens
+
+
+CAT: dict[str, Any] = {"at": 9, "length": 4, "id": "cat"}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "own", "tokens"),
+    [
+        (Identity.of("s"), Identity.of("s"), 28),
+        (Identity.of("s"), Identity.of("t"), 0),
+        (Identity.of("s"), Identity.of(), 0),
+        (Identity.of(items=[CAT]), Identity.of(items=[CAT]), 28),
+        (Identity.of(items=[CAT]), Identity.of(), 8),  # the image begins at token 9
+        (Identity.of(items=[CAT]), Identity.of(items=[{**CAT, "at": 14}]), 8),
+        (Identity.of(items=[CAT]), Identity.of(items=[CAT, {**CAT, "at": 21}]), 20),
+    ],
+)
+def test_requests_have_in_common_what_is_before_they_differ(
+    theirs: Identity, own: Identity, tokens: int
+) -> None:
+    source = SimpleNamespace(all_token_ids=list(range(30)))
+    request = SimpleNamespace(all_token_ids=list(range(40)))
+    promises = Promises(CAPS, True, lambda plain, size: 0)
+    found = promises.promised(source, list(range(10)), request, 4, 99, identities=(theirs, own))
+    assert found == tokens
 
 
 @pytest.mark.parametrize(
