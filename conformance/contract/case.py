@@ -830,6 +830,7 @@ class Variant:
         return {
             "block_size": self.block_size * (2 if large else 1),
             "hash_size": self.hash_size,
+            "num_blocks": self.case.config.num_blocks,
             "ranks": self.case.config.ranks,
         }
 

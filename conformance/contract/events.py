@@ -150,7 +150,7 @@ _kind(
 _kind(
     "run.changed",
     "harness",
-    "block_size:int hash_size:int ranks:int",
+    "block_size:int hash_size:int num_blocks:int ranks:int",
     "From here on, constants `cfg` of the run have these values: a restart has changed them.",
 )
 _kind(

@@ -39,6 +39,11 @@ class Situation(Model):
     vllm: bool = Field(description="whether vLLM brings it about, and not only the contract allows")
     why: str = Field(min_length=1, description="what vLLM does")
     source: Source
+    excuses: list[str] = Field(
+        default=[],
+        description="the only requirements whose failure is a risk in what vLLM does not bring"
+        " about; default: all",
+    )
     read: Reading | None = Field(
         default=None, description="of a situation of vLLM's that no test brings about"
     )
@@ -47,7 +52,13 @@ class Situation(Model):
     def _what_vllm_never_does_is_not_read(self) -> Situation:
         if self.read is not None and not self.vllm:
             raise ValueError("`read` is for what vLLM does")
+        if self.excuses and self.vllm:
+            raise ValueError("`excuses` is for what vLLM does not do")
         return self
+
+    def makes_a_risk_of(self, requirement: str) -> bool:
+        """Return whether a failure of the requirement in this situation is a risk only."""
+        return not self.vllm and (not self.excuses or requirement in self.excuses)
 
 
 class _Known:

@@ -529,6 +529,9 @@ class Otherwise(Model):
         default=None, description="changes of the model's configuration"
     )
     block_size: PositiveInt | None = None
+    num_blocks: PositiveInt | None = Field(
+        default=None, description="as where another amount of memory is free"
+    )
     kernel_block_size: PositiveInt | None = Field(
         default=None, description="tokens per block of the KV tensors"
     )

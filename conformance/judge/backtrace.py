@@ -703,7 +703,8 @@ def computed_in(trace: list[Event], event: Event) -> str | None:
     if not rows:
         return None
     where = f"step {rows[0]}" if len(rows) == 1 else f"steps {rows[0]} to {rows[-1]}"
-    return f"{event['of']} computed the others in {where}"
+    which = "the others" if event["reloadable"] else "them"
+    return f"{event['of']} computed {which} in {where}"
 
 
 def claimed(trace: Iterable[Event], event: Event) -> tuple[str, str] | None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from kvconform.contract.events import ENGINE_FIELD
 from kvconform.contract.requirement import Requirement
+from kvconform.contract.situation import situations
 from kvconform.contract.trace import Event, settings_on
 from kvconform.judge.engine_bugs import lost
 from kvconform.judge.evaluate import evaluate
@@ -234,7 +235,7 @@ def new_row(
     req: Requirement, variant: VariantLike, *, strict: bool = False, verdict: Verdict = Verdict.PASS
 ) -> Row:
     """Return a row with everything but the findings filled in."""
-    beyond = variant.beyond
+    beyond = tuple(each for each in variant.beyond if situations()[each].makes_a_risk_of(req.id))
     counts = strict or (req.level in MUST and not beyond)
     return Row(
         requirement=req.id,

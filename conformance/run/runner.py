@@ -133,7 +133,6 @@ def run_variant(
         depth=variant.depth,
         vllm=vllm_api.VLLM_VERSION,
         **variant.sizes,
-        num_blocks=settings.num_blocks,
         policies=policies,
         connector=target.connector if with_connector else None,
         spec_tokens=settings.spec_tokens,

@@ -99,6 +99,16 @@ class AnyLayout(ReferenceConnector):
         return page if of_memory else page.contiguous()
 
 
+class OwnNumberOfBlocks(ReferenceConnector):
+    """Has the number of the engine's blocks in its keys, which depends on what memory is free."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._root = digest(self._root, str(kv_cache_config.num_blocks))
+
+
 class AnyNumberOfRanks(_OneRoot):
     """Leaves the number of ranks out of its keys.
 

@@ -42,12 +42,12 @@ def reported(req: str = "a", direction: str = "send", **more: Any) -> Event:
 def test_a_restart_changes_constants_of_the_run() -> None:
     """Each event is judged, and each violation worded, by the block size of its engine."""
     whole = requirement(event="lookup", always="e.local % cfg.block_size == 0")
-    start = {"kind": "run.start", "block_size": 4, "hash_size": 4, "ranks": 1}
+    start = {"kind": "run.start", "block_size": 4, "hash_size": 4, "num_blocks": 9, "ranks": 1}
     trace = [
         start,
         {"kind": "lookup", "local": 4},
         {"kind": "lookup", "local": 6},
-        {"kind": "run.changed", "block_size": 6, "hash_size": 6, "ranks": 1},
+        {"kind": "run.changed", "block_size": 6, "hash_size": 6, "num_blocks": 9, "ranks": 1},
         {"kind": "lookup", "local": 6},
         {"kind": "lookup", "local": 4},
     ]
@@ -71,8 +71,8 @@ def test_the_check_of_a_violation_is_worded_with_the_constants_of_its_time() -> 
     check = requirement(
         event="lookup", always="cfg.block_size == 8 or e.local % cfg.block_size == 0"
     )
-    start = {"kind": "run.start", "block_size": 4, "hash_size": 4, "ranks": 1}
-    changed = {"kind": "run.changed", "block_size": 8, "hash_size": 8, "ranks": 1}
+    start = {"kind": "run.start", "block_size": 4, "hash_size": 4, "num_blocks": 9, "ranks": 1}
+    changed = {"kind": "run.changed", "block_size": 8, "hash_size": 8, "num_blocks": 9, "ranks": 1}
     events = [start, {"kind": "lookup", "local": 6}, changed]
     trace = [{"seq": seq, "step": 0, **event} for seq, event in enumerate(events)]
     (violation,) = evaluate([check], trace, cfg=start)["x.y"].violations
