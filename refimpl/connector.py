@@ -404,7 +404,9 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
                 layers = []
             for save in metadata.saves:
                 if self.options.async_saves:
-                    self._save_queue.add((metadata.epoch, save), self.options.save_delay)
+                    # Judged now: when it is made, others may have computed its blocks again.
+                    queued = save if self._is_sound(save) else replace(save, pieces=())
+                    self._save_queue.add((metadata.epoch, queued), self.options.save_delay)
                 else:
                     self._save(metadata.epoch, save, layers)
         self._store.discard()

@@ -70,7 +70,8 @@ CAPABILITIES: dict[str, Capability] = {
     "chunk_tokens": Capability(
         0,
         (Annotated[int, Field(gt=0)], "a whole number above 0"),
-        "granularity of what it promises to return, in tokens (0, the default: a block)",
+        "granularity of what it promises to return, in tokens (0, the default: a block); "
+        "if it has 2 or more, but fewer than a block, whole blocks",
     ),
     "skip_save": Capability(
         "",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search for false alarms: random workloads on correct connectors.
 
-Every failure is an error of the suite or of one of these connectors.
+Every failure is an error of the suite or of one of these connectors. In every second batch, a
+variant declares what it was seen to save, and so is held to that.
 `python -m kvconform.dev.explore_correct --state FILE` runs the reference connector and all variants
 (kvconform.refimpl.variants.registry) in turn, each time with other workloads. With the same FILE,
 the next call continues where this one stopped. `--small` draws workloads of two or three short
@@ -20,13 +21,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from kvconform.config.limits import in_seconds
+from kvconform.config.target import Target
 from kvconform.dev.defects import specification
 from kvconform.errors import KvconformError, UsageError
 from kvconform.execute.answers import Death
@@ -39,6 +41,8 @@ from kvconform.files import scratch_root
 HANGS = 30.0
 """Seconds after which a hook counts as one that never returns."""
 ENGINES = ["reference", "vllm"]
+FAILING = ("foresees-failures", "stumbles", "unreliable")
+"""Variants whose loads fail on purpose, which promise nothing."""
 LIMIT = 3600.0
 """Seconds after which running batches are given up, unless the command line says otherwise."""
 
@@ -100,6 +104,20 @@ class Turn:
     simple: bool
 
 
+def declaring(target: Target, tmp: Path) -> Target:
+    """Return the target with what it is seen to save among its declared capabilities.
+
+    Unchanged if it saves nothing, or promises nothing, as one whose loads fail on purpose.
+    """
+    from kvconform.run.calibration import profile_of
+
+    caps = profile_of(target, tmp).caps
+    if not caps["store"] or caps["saves"] == "none" or caps["best_effort"]:
+        return target
+    seen = {"store": True, "saves": caps["saves"]}
+    return replace(target, capabilities={**seen, **target.capabilities})
+
+
 def run(turn: Turn) -> Batch:
     """Run and judge workloads on a variant, in this process.
 
@@ -112,11 +130,13 @@ def run(turn: Turn) -> Batch:
 
     name = turn.variant
     found = Batch(variant=name)
-    target = target_of(name)
     guarantees: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="kvconform-", dir=scratch_root()) as tmp:
         watchdog.start(HANGS)
         try:
+            target = target_of(name)
+            if turn.seed % 2 and name not in FAILING:
+                target = declaring(target, Path(tmp) / "profile")
             for workload in drawn(
                 ENGINES,
                 ["sync", "async"],

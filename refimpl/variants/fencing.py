@@ -98,10 +98,13 @@ class Fenced(ReferenceConnector):
     # -- Worker half
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        super().handle_preemptions(kv_connector_metadata)
         assert isinstance(kv_connector_metadata, FencedMetadata)
         metadata = kv_connector_metadata
-        for save in metadata.finished:
+        finished = [
+            save if self._is_sound(save) else replace(save, pieces=()) for save in metadata.finished
+        ]
+        super().handle_preemptions(metadata)
+        for save in finished:
             self._save_queue.add((metadata.epoch, save), self.options.save_delay)
         due = self._save_queue.take(
             lambda queued: not metadata.handed_out.isdisjoint(queued[1].table)
