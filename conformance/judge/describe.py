@@ -692,7 +692,14 @@ def _registered(e: Event) -> str:
     )
 
 
+def _block(e: Event) -> str:
+    if e["op"] == "free" and e["ref"] < 0:
+        return f"block {e['id']} was freed, although nothing held it: its count is {e['ref']}"
+    return f"block {e['id']}: {e['op']}, held {many(e['ref'], 'time')}"
+
+
 _TEXT: dict[str, Callable[[Event], str]] = {
+    "block": _block,
     "kv.wrong": _wrong,
     "kv.changed": _changed,
     "load.due": _due,

@@ -214,3 +214,14 @@ class SavesTooEarly(ReferenceConnector):
 
     def wait_for_save(self) -> None:
         return
+
+
+class FreesWhatItNeverTook(ReferenceConnector):
+    """Frees the blocks of a request that finishes, which the engine frees, too."""
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
+        self._pool.free_blocks(self._pool.blocks[block] for block in reversed(block_ids))
+        return super().request_finished(request, block_ids)
