@@ -122,7 +122,7 @@ def test_wrong_bytes_are_followed_to_where_they_came_from() -> None:
 
 def test_a_message_that_only_repeats_the_check_leaves_one_of_them() -> None:
     computed = {"kind": "kv.computed", "req": "a", "generation": 0, "start": 0, "end": 4}
-    row = told(failed("kv.in-order", 1), computed)
+    row = told(failed("blocks.owned", 1), computed)
     assert (row.message, row.check) == (CHECK, None) and row.finding == CHECK
     assert row.cause == ("kv.computed",)
 
