@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvconform.contract.case import Case
 from kvconform.contract.steps import Layout
-from kvconform.kv.provenance import Identity
+
+if TYPE_CHECKING:
+    from kvconform.kv.provenance import Identity  # it loads numpy, which the controller must not
 
 MEASURED = "KVCONFORM_MEASURED"
 """Environment variable: a directory in which the workers of one run share what they measured."""
@@ -234,7 +236,7 @@ class Promises:
         block_size: int,
         final: int | None,
         crowd: Crowd = NOBODY,
-        identities: tuple[Identity, Identity] = (Identity(), Identity()),
+        identities: tuple[Identity, Identity] | None = None,
         groups: tuple[str, ...] = (),
         window: int = 8,
         caching: bool = True,
@@ -246,12 +248,12 @@ class Promises:
         """Return how many tokens of `request` must be loadable or local.
 
         `source` has computed `final` positions of this content, from the prompt `prompt`.
-        `identities` are those of `source` and `request`: they have nothing in common from where
-        these differ. `groups`, `window`, `caching`, `room`, `layout` and `prefix_match_unit` are as
-        in `Plain`: a connector may behave differently with several groups or in a layout, need a
-        prefix cache, or save only what is about to be evicted. `found`: tokens that came back. If
-        they are all that could be promised, no plain run is made: all whole blocks, of a connector
-        that stores nothing else.
+        `identities` are those of `source` and `request`, which have nothing in common from where
+        these differ; None: they are equal. `groups`, `window`, `caching`, `room`, `layout` and
+        `prefix_match_unit` are as in `Plain`: a connector may behave differently with several
+        groups or in a layout, need a prefix cache, or save only what is about to be evicted.
+        `found`: tokens that came back. If they are all that could be promised, no plain run is
+        made: all whole blocks, of a connector that stores nothing else.
         """
         saves = self.caps["saves"]
         if final is None or saves == "none" or not self.caps["store"]:
@@ -259,12 +261,12 @@ class Promises:
         known = source.all_token_ids
         wanted = request.all_token_ids
         common = 0
-        theirs, own = identities
-        are_alike = theirs == own
+        if identities is not None and identities[0] == identities[1]:
+            identities = None
         while (
             common < min(len(known), len(wanted))
             and known[common] == wanted[common]
-            and (are_alike or theirs.own(common) == own.own(common))
+            and (identities is None or identities[0].own(common) == identities[1].own(common))
         ):
             common += 1
         # The KV of the last token may be in flight when the request finishes (R141).
