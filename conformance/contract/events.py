@@ -248,6 +248,13 @@ _kind(
     "or process; numbers = lengths, bytes or objects after each third of the rounds.",
 )
 _kind(
+    "soak.shrunk",
+    "harness",
+    "holder:str place:str numbers:list",
+    "What the connector holds there has shrunk by at least one per identical round: holder = half; "
+    "numbers = lengths or bytes after each third of the rounds.",
+)
+_kind(
     "soak.ended",
     "harness",
     "rounds:int holders:list",

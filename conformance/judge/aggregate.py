@@ -213,6 +213,10 @@ DECLARED = "declared"
 """Source of a capability that the connector itself declares."""
 
 
+SHOWN_BY = {"async_load": "recv.completes"}
+"""Requirements that alone show a capability: without it, its cases run, too, and are judged."""
+
+
 def claimed(capabilities: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
     """Return the names of the capabilities that the connector itself declares to have."""
     return [
@@ -233,9 +237,9 @@ def void(
     """Return the claimed capabilities that no run has shown, and those that were not looked at.
 
     The first are the claims for which no requirement or case that asks for the capability was
-    exercised. A capability that nothing asks for in this vLLM version is left out: it cannot be
-    shown. One was not looked at if cases ask for it, and none of these is `selected` (ids; None:
-    all cases).
+    exercised, or not the requirement of `SHOWN_BY`. A capability that nothing asks for in this vLLM
+    version is left out: it cannot be shown. One was not looked at if cases ask for it, and none of
+    these is `selected` (ids; None: all cases).
     """
     shown = {row.requirement for row in rows if row.verdict in EXERCISED}
     ran = {row.case for row in rows if row.verdict in EXERCISED}
@@ -254,7 +258,9 @@ def void(
             for case in spec.cases.values()
             if name in case.needs_expr.wanted and case.in_force(vllm)
         }
-        if not (requirements or cases) or requirements & shown or cases & ran:
+        shows = SHOWN_BY.get(name)
+        is_shown = shows in shown if shows else requirements & shown or cases & ran
+        if not (requirements or cases) or is_shown:
             continue
         if name == "saves" and capabilities.get("best_effort"):
             continue  # nothing that must come back shows it

@@ -478,6 +478,7 @@ SHOWN = {
     "profile.repaired",
     "store.damaged",
     "soak.grown",
+    "soak.shrunk",
     "restart.grown",
     "case.expectation",
 }

@@ -271,6 +271,14 @@ def _grown(e: Event) -> str:
     return f"the {e['holder']} {where} {e['place']} after each third of identical rounds: {numbers}"
 
 
+def _shrunk(e: Event) -> str:
+    numbers = ", ".join(map(str, e["numbers"]))
+    return (
+        f"the {e['holder']} has less left in {e['place']} after each third of identical rounds:"
+        f" {numbers}"
+    )
+
+
 def _left(e: Event) -> str:
     numbers = ", ".join(map(str, e["numbers"]))
     return (
@@ -716,6 +724,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "profile.expectation": _promise,
     "profile.repaired": _repaired,
     "soak.grown": _grown,
+    "soak.shrunk": _shrunk,
     "restart.grown": _left,
     "alloc": _alloc,
     "run.end": _end,
@@ -912,6 +921,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "cache.reset": ("phase",),
     "profile.expectation": ("what", "resumed", "restarted", "across"),
     "soak.grown": ("holder", "place"),
+    "soak.shrunk": ("holder", "place"),
     "restart.grown": ("what",),
     "case.expectation": ("what",),
     "engine.api": ("item",),

@@ -16,7 +16,7 @@ from kvconform.judge.circumstances import possible
 from kvconform.judge.foreign import CAUSE
 from kvconform.judge.records import FAILED_LOAD, Row
 from kvconform.report.collector import Collector
-from kvconform.report.stage import Stage, is_unheard, stage
+from kvconform.report.stage import AT_THE_END, Stage, is_unheard, stage
 
 SHOWN = 4
 """Number of causes of one requirement that are shown separately. Further causes join the last."""
@@ -127,6 +127,8 @@ def headline(row: Row) -> str:
 
 def caveat(row: Row) -> str:
     """Return what a failure is if it is no violation of a MUST by the connector; else nothing."""
+    if row.requirement in AT_THE_END:
+        return "no requirement names the cause: the engine's or the connector's fault"
     if row.kind == "guarantee":
         return "the engine's, not the connector's fault"
     if row.risk:

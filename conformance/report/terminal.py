@@ -356,7 +356,7 @@ def _broken(names: Sequence[str]) -> list[str]:
             f"guarantees that the engine broke, as a known bug does ({where}): {', '.join(mine)}"
         )
     if others := [name for name in names if name not in known]:
-        text = "guarantees that the engine broke, explained by no finding"
+        text = "guarantees of the engine that did not hold, explained by no finding"
         found.append(f"{text}: {', '.join(others)}")
     return found
 

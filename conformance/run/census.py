@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what the halves of a connector hold, to see whether it grows from round to round.
+"""Counts what the halves of a connector hold, to see whether it changes from round to round.
 
 A census has a number for each place that is reachable from a half, such as `_tables{}[]`: the sum
 of the lengths of what is there. The process has a census, too: it counts threads, file descriptors,
@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -137,13 +137,25 @@ def grown(censuses: list[Census], rounds: int) -> list[tuple[str, list[int]]]:
 
     Places near the holder come first, and of these the fastest.
     """
+    return _steady(censuses, lambda before, after: after - before >= rounds)
+
+
+def shrunk(censuses: list[Census], rounds: int) -> list[tuple[str, list[int]]]:
+    """Return the places that shrank by at least one per round in each interval, as `grown` does."""
+    return _steady(censuses, lambda before, after: before - after >= rounds)
+
+
+def _steady(
+    censuses: list[Census], holds: Callable[[int, int], bool]
+) -> list[tuple[str, list[int]]]:
+    """Return the places for whose numbers `holds` in each interval."""
     places = [
         (place, [census[place] for census in censuses])
-        for place in censuses[-1]
-        if all(after[place] - before[place] >= rounds for before, after in pairwise(censuses))
+        for place in censuses[0] | censuses[-1]
+        if all(holds(before[place], after[place]) for before, after in pairwise(censuses))
     ]
     return sorted(
-        places, key=lambda found: (_depth(found[0]), found[1][0] - found[1][-1], found[0])
+        places, key=lambda found: (_depth(found[0]), -abs(found[1][0] - found[1][-1]), found[0])
     )
 
 

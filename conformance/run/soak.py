@@ -11,14 +11,19 @@ from typing import Any, Protocol
 from kvconform.contract.steps import Soak, Step, repeated
 from kvconform.contract.trace import Trace
 from kvconform.engine.engine import Engine
-from kvconform.run.census import Census, grown, held_by, held_by_process
+from kvconform.run.census import Census, grown, held_by, held_by_process, shrunk
 
 THIRDS = 3
-"""Censuses: a place has grown if it did so between the first and the second, and after that."""
+"""Censuses: a place has grown if it did so between the first and the second, and after that.
+
+So it is with one that has shrunk.
+"""
 SHOWN = 3
 """Places of each holder that are reported."""
 IDLE = 3
 """Steps without work before a census, in which transfers end."""
+PROCESS = "process"
+"""The holder of what neither half refers to."""
 
 
 class Driven(Protocol):
@@ -39,7 +44,7 @@ class Driven(Protocol):
 
 
 def soak(driver: Driven, steps: Sequence[Step], argument: Soak) -> None:
-    """Repeat `steps` in rounds, and emit what grew in each of them."""
+    """Repeat `steps` in rounds, and emit what grew, or became less, in each of them."""
     censuses: list[dict[str, Census]] = []
     number = 0
     for _ in range(THIRDS):
@@ -52,6 +57,11 @@ def soak(driver: Driven, steps: Sequence[Step], argument: Soak) -> None:
         places = grown([each[holder] for each in censuses], argument.rounds)
         for place, numbers in places[:SHOWN]:
             driver.trace.emit("soak.grown", holder=holder, place=place, numbers=numbers)
+        if holder == PROCESS:
+            continue  # it gets rid of what it needs no more
+        places = shrunk([each[holder] for each in censuses], argument.rounds)
+        for place, numbers in places[:SHOWN]:
+            driver.trace.emit("soak.shrunk", holder=holder, place=place, numbers=numbers)
     driver.trace.emit("soak.ended", rounds=THIRDS * argument.rounds, holders=list(censuses[-1]))
 
 
@@ -77,5 +87,5 @@ def _censuses(driver: Driven) -> dict[str, Census]:
             found[f"worker half{at}{of}"] = held_by(rank.half, outside)
     module = type(connectors[0]).__module__
     package = module.rpartition(".")[0] or module
-    found["process"] = held_by_process(package, driver.tmp)
+    found[PROCESS] = held_by_process(package, driver.tmp)
     return found

@@ -58,6 +58,15 @@ class KeepsFutures(_Kept):
         self.__dict__.setdefault("_futures", []).append(Future())
 
 
+class UsesBuffersUp(_Kept):
+    """Takes a buffer from the worker half's pool for every load, and gives none back."""
+
+    def _leave(self) -> None:
+        free: list[int] = self.__dict__.setdefault("_free", list(range(1_000)))
+        if free:
+            free.pop()
+
+
 class KeepsFuturesOfLaterRanks(KeepsFutures):
     """Keeps the future of every load on all ranks but the first."""
 

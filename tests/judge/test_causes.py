@@ -208,6 +208,11 @@ FAULTS: dict[str, Faults] = {
         {"numbers": [6, 18, 30]},
         [{"holder": "scheduler half"}, {"place": "tables"}],
     ),
+    "soak.shrunk": Faults(
+        {"holder": "worker half", "place": "free", "numbers": [15, 10, 5]},
+        {"numbers": [30, 18, 6]},
+        [{"holder": "scheduler half"}, {"place": "buffers"}],
+    ),
     "restart.grown": Faults(
         {"what": "files", "numbers": [1, 2, 3]},
         {"numbers": [2, 4, 6]},

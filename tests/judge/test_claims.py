@@ -74,7 +74,8 @@ def test_a_claim_whose_cases_are_skipped_is_void(verdict: Verdict) -> None:
     ("name", "shown"),
     [
         ("kv_events", ("events.complete", "chunked.abort")),
-        ("async_load", ("load.content", "lifecycle.async-load")),
+        ("async_load", ("recv.completes", "chunked.abort")),
+        ("lossy", ("load.content", "cache.stored-again")),
     ],
 )
 def test_one_requirement_or_one_case_shows_it(name: str, shown: tuple[str, str]) -> None:
@@ -82,6 +83,11 @@ def test_one_requirement_or_one_case_shows_it(name: str, shown: tuple[str, str])
     assert void(
         {name: True}, DECLARED, [row("load.content", "chunked.abort", Verdict.PASS)], SPEC
     ) == ([name], [])
+
+
+def test_a_case_of_asynchronous_loads_shows_none_by_itself() -> None:
+    rows = [row("load.content", "lifecycle.async-load", Verdict.PASS)]
+    assert void({"async_load": True}, DECLARED, rows, SPEC) == (["async_load"], [])
 
 
 def test_every_capability_that_can_be_claimed_alone_is_asked_for_somewhere() -> None:

@@ -394,3 +394,11 @@ def test_a_broken_guarantee_has_a_section_of_its_own() -> None:
     lines = printed(found)
     assert any(line.startswith("── 1. engine.relays-reports ─") for line in lines)
     assert "[the engine's, not the connector's fault]" in " ".join(" ".join(lines).split())
+
+
+def test_what_only_shows_at_the_end_is_blamed_on_neither_the_engine_nor_the_connector() -> None:
+    found = collector()
+    judged(found, failure("case.expected", "computed is 12, not 8"))
+    text = " ".join(" ".join(printed(found)).split())
+    assert "[no requirement names the cause: the engine's or the connector's fault]" in text
+    assert "not the connector's fault" not in text

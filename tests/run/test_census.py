@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvconform.run.census import grown, held_by
+from kvconform.run.census import grown, held_by, shrunk
 
 
 def _after_rounds(half: Any, one_round: Any) -> list[tuple[str, list[int]]]:
@@ -65,6 +65,12 @@ def test_a_full_record_of_the_latest_does_not_grow() -> None:
 def test_what_only_begins_to_grow_has_not_grown() -> None:
     assert grown([Counter(), Counter(a=5), Counter(a=9)], 5) == []
     assert grown([Counter(), Counter(a=5), Counter(a=10)], 5) == [("a", [0, 5, 10])]
+
+
+def test_only_a_pool_that_every_round_takes_from_has_shrunk() -> None:
+    assert shrunk([Counter(a=9), Counter(a=5), Counter()], 5) == []
+    assert shrunk([Counter(a=10), Counter(a=5), Counter()], 5) == [("a", [10, 5, 0])]
+    assert shrunk([Counter(a=5), Counter(a=10), Counter(a=5)], 5) == []
 
 
 def test_internals_of_types_in_c_are_not_looked_at() -> None:
