@@ -46,23 +46,38 @@ class Driven(Protocol):
 def soak(driver: Driven, steps: Sequence[Step], argument: Soak) -> None:
     """Repeat `steps` in rounds, and emit what grew, or became less, in each of them."""
     censuses: list[dict[str, Census]] = []
+    between: list[dict[str, Census]] = []
     number = 0
-    for _ in range(THIRDS):
+    for third in range(THIRDS):
         for _ in range(argument.rounds):
             number += 1
             driver.execute_steps([repeated(step, number) for step in steps if step.op != "expect"])
+            if third == THIRDS - 1 and any(_shrunk(censuses, argument.rounds).values()):
+                between.append(_censuses(driver))
         driver.settle(IDLE)
         censuses.append(_censuses(driver))
     for holder in censuses[-1]:
         places = grown([each[holder] for each in censuses], argument.rounds)
         for place, numbers in places[:SHOWN]:
             driver.trace.emit("soak.grown", holder=holder, place=place, numbers=numbers)
-        if holder == PROCESS:
-            continue  # it gets rid of what it needs no more
-        places = shrunk([each[holder] for each in censuses], argument.rounds)
-        for place, numbers in places[:SHOWN]:
+    rounds = [*censuses[THIRDS - 2 : THIRDS - 1], *between, censuses[-1]]
+    for holder, places in _shrunk(censuses, argument.rounds).items():
+        # A heap that is cleared of old entries now and then grows between two of its clearances.
+        never_grew = dict(shrunk([each[holder] for each in rounds], 0))
+        for place, numbers in [each for each in places if each[0] in never_grew][:SHOWN]:
             driver.trace.emit("soak.shrunk", holder=holder, place=place, numbers=numbers)
     driver.trace.emit("soak.ended", rounds=THIRDS * argument.rounds, holders=list(censuses[-1]))
+
+
+def _shrunk(
+    censuses: Sequence[dict[str, Census]], rounds: int
+) -> dict[str, list[tuple[str, list[int]]]]:
+    """Return the places of each half that became smaller, with their numbers.
+
+    The process is left out: it gets rid of what it needs no more.
+    """
+    halves = [holder for holder in censuses[-1] if holder != PROCESS]
+    return {each: shrunk([census[each] for census in censuses], rounds) for each in halves}
 
 
 def _censuses(driver: Driven) -> dict[str, Census]:

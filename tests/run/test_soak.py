@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of `soak`: what became less in identical rounds is told from what varies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvconform.contract.steps import Soak, Step
+from kvconform.contract.trace import Trace
+from kvconform.engine.engine import Engine
+from kvconform.run import soak as module
+from kvconform.run.census import Census
+
+ROUNDS = 5
+
+
+class Driver:
+    """Counts rounds."""
+
+    def __init__(self, tmp: Path) -> None:
+        self.trace = Trace()
+        self.tmp = tmp
+        self.round = 0
+        self.named_engines: Mapping[str, Engine] = {"": SimpleNamespace()}  # type: ignore[dict-item]
+
+    def execute_steps(self, steps: Sequence[Step]) -> None:
+        self.round += 1
+
+    def settle(self, steps: int) -> None:
+        """Nothing is under way."""
+
+
+def shrunk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, holder: str, free: Sequence[int]
+) -> list[list[int]]:
+    """Return the numbers that are reported if `free` entries are left after each round."""
+    driver = Driver(tmp_path)
+
+    def censuses(_: Driver) -> dict[str, Census]:
+        return {holder: Counter(free=free[driver.round - 1])}
+
+    monkeypatch.setattr(module, "_censuses", censuses)
+    module.soak(driver, [], Soak(rounds=ROUNDS))
+    return [e["numbers"] for e in driver.trace.events if e["kind"] == "soak.shrunk"]
+
+
+def test_a_pool_that_each_round_takes_from_becomes_less(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    free = list(range(100, 85, -1))
+    assert shrunk(monkeypatch, tmp_path, "worker half", free) == [[96, 91, 86]]
+
+
+def test_a_pool_may_be_used_up_by_several_entries_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    free = [100, 90, 90, 90, 90, 90, 80, 80, 80, 80, 70, 70, 70, 70, 70]
+    assert shrunk(monkeypatch, tmp_path, "worker half", free) == [[90, 80, 70]]
+
+
+def test_a_heap_that_grows_between_two_clearances_does_not_become_less(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    heap = [92, 94, 96, 98, 100, 60, 62, 64, 66, 68, 70, 72, 30, 32, 34]
+    assert shrunk(monkeypatch, tmp_path, "worker half", heap) == []
+
+
+def test_a_process_may_get_rid_of_things(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert shrunk(monkeypatch, tmp_path, "process", list(range(100, 85, -1))) == []
