@@ -512,7 +512,7 @@ _kind(
     "blocks:list shared_blocks:list second_call:bool computed:int tables:list unfilled:list?",
     "update_state_after_alloc was called: the grant. tables = per KV cache group: tokens per "
     "block, window of the next token (0: none), block ids. unfilled = shared blocks whose load "
-    "failed and that have not been computed since.",
+    "failed, or that were computed upon one that did, and that have not been computed since.",
 )
 _kind(
     "step.scheduled",
@@ -530,8 +530,8 @@ _kind(
     "prefill_ids:int? told:int unfilled:list?",
     "One request's share of a step. computed: before it advances; final_before, final_after "
     "= tokens whose KV is final; told = blocks at the table's start that earlier outputs "
-    "included; unfilled = blocks before its first position whose load failed and that have not "
-    "been computed since.",
+    "included; unfilled = blocks before its first position whose load failed, or that were "
+    "computed upon one that did, and that have not been computed since.",
 )
 _kind(
     "req.interrupted",

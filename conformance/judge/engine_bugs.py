@@ -5,8 +5,9 @@ It happens around a load that failed, in four ways:
 
 - Under asynchronous scheduling, vLLM takes back the computed tokens of a synchronous load that
   failed, but not the tokens in flight (bug B004). From then on it computes from the wrong position.
-- It leaves the blocks of a failed load in its own prefix cache, to be computed again. If their
-  request is preempted first, the cache serves them as they are.
+- It leaves the blocks of a failed load in its own prefix cache, to be computed again, and those
+  that were computed upon it. If their request is preempted first, the cache serves them as they
+  are.
 - It takes back the computed tokens of the request whose load failed, but not those of another one
   that shares the blocks. If they are computed again in more than one step (by a token budget or
   long_prefill_token_threshold), the other request reads blocks that are filled in part.
@@ -23,6 +24,7 @@ transfer ends the engine.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -49,8 +51,8 @@ def note_unfilled(trace: Trace) -> None:
     """Fill in `unfilled` of alloc and req.scheduled events: blocks whose synchronous load failed.
 
     Of an alloc, these are shared blocks; of a request that is scheduled, blocks before its first
-    position of the step. Blocks that have been computed to their end since are left out; the step
-    under way counts. Changes these events.
+    position of the step. Blocks that were computed upon a failed load count, too. Those that have
+    been computed to their end since are left out; the step under way counts. Changes these events.
     """
     events = trace.events
     if not any([e["kind"] == "transfer.failed" and not e["is_async"] for e in events]):
@@ -61,6 +63,7 @@ def note_unfilled(trace: Trace) -> None:
     failed: dict[tuple[str | None, int], set[int]] = {}
     open_allocs: list[Event] = []
     open_rows: list[Event] = []
+    recent: deque[Event] = deque(maxlen=RECENT)
     own = own_settings(events)
     every = 1
 
@@ -75,22 +78,19 @@ def note_unfilled(trace: Trace) -> None:
             every = e["block_size"]
         elif kind == "transfer.failed" and not e["is_async"]:
             failed.update({(on, block): set(range(size)) for block in e["blocks"]})
+            for row in [r for r in recent if r.get("on") == on and r["step"] >= e["step"]]:
+                _compute(failed, row, size)
         elif kind == "alloc":
             trace.amend(e, unfilled=[])
             if failed:
                 open_allocs.append(e)
         elif kind == "block" and e["op"] == "alloc":
             failed.pop((on, e["id"]), None)
-        elif kind == "req.scheduled" and failed:
-            start = e["output_computed"]
-            end = min(start + e["scheduled"], len(e["table"]) * size)
-            for position in range(start, end):
-                key = on, e["table"][position // size]
-                if key in failed:
-                    failed[key].discard(position % size)
-                    if not failed[key]:
-                        del failed[key]
-            open_rows.append(e)
+        elif kind == "req.scheduled":
+            recent.append(e)
+            if failed:
+                _compute(failed, e, size)
+                open_rows.append(e)
         elif kind == "worker.step_begin" and (open_allocs or open_rows):
             # Late workers begin a step when later ones have been scheduled.
             for row in [each for each in open_rows if each["step"] <= e["step"]]:
@@ -103,6 +103,30 @@ def note_unfilled(trace: Trace) -> None:
                 shared = alloc["shared_blocks"]
                 unfilled = [block for block in shared if (alloc.get("on"), block) in failed]
                 trace.amend(alloc, unfilled=unfilled)
+
+
+RECENT = 64
+"""Rows that may have been scheduled before a load of their step failed."""
+
+
+def _compute(failed: dict[tuple[str | None, int], set[int]], row: Event, size: int) -> None:
+    """Take what a request computes out of `failed`, or add it if it is computed upon such slots."""
+    on, table, start = row.get("on"), row["table"], row["output_computed"]
+    end = min(start + row["scheduled"], len(table) * size)
+    before = enumerate(table[: -(-start // size)])
+    is_unsound = any(
+        index * size + slot < start
+        for index, block in before
+        for slot in failed.get((on, block), ())
+    )
+    for position in range(start, end):
+        key = on, table[position // size]
+        if is_unsound:
+            failed.setdefault(key, set()).add(position % size)
+        elif key in failed:
+            failed[key].discard(position % size)
+            if not failed[key]:
+                del failed[key]
 
 
 def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
@@ -150,7 +174,8 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             return e["seq"], SERVED.format(req=e["req"])
         elif failed and kind == "req.scheduled" and e.get("unfilled"):
             # A step that was scheduled before the failure arrived is dropped when it does.
-            sources = (failed.get((e.get("on"), block)) for block in e["unfilled"])
-            if any(req not in unheard for req in sources):
+            keys = [(e.get("on"), block) for block in e["unfilled"]]
+            sources = [failed[key] for key in keys if key in failed]
+            if not sources or any(req not in unheard for req in sources):
                 return e["seq"], READ.format(req=e["req"])
     return None

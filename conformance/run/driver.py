@@ -505,9 +505,14 @@ class Driver:
             self.state.hurried = True
             if self.rests:
                 time.sleep(REST)
-        if self.rests and not self.engine.busy:
-            self.idle(REST_STEPS)
+        if self.rests:
+            self._rest()
         self._asked = self._now
+
+    def _rest(self) -> None:
+        """Do steps without work, unless the engine has requests."""
+        if not self.engine.busy:
+            self.idle(REST_STEPS)
 
     @property
     def _now(self) -> tuple[int, int]:

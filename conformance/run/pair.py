@@ -390,6 +390,14 @@ class PairDriver(Driver):
             self.idle(steps)
         self._turn_to(here)
 
+    def _rest(self) -> None:
+        """Do steps without work on each engine that has no requests: any of them may be storing."""
+        here = self.trace.on or ""
+        for name in self.engines:
+            self._turn_to(name)
+            super()._rest()
+        self._turn_to(here)
+
     def _iterate_until(self, over: Callable[[], bool], limit: int | None = None) -> None:
         here = self.trace.on or ""
         super()._iterate_until(over, limit)

@@ -6,6 +6,7 @@ Each is attributed to its true cause, and known by name.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +222,56 @@ def test_a_lookup_of_an_aborted_request_is_no_miss_of_the_next_with_its_id(tmp_p
     workload = mended(steps, policies=["deny-first-alloc"])
     found = outcome(workload, target_of("metered"), SPEC, tmp_path / "run", strict=True)
     assert found.error is None and found.failures == []
+
+
+def test_what_was_computed_upon_a_failed_load_is_not_the_connectors_when_the_engine_serves_it(
+    tmp_path: Path,
+) -> None:
+    """`compose.null-effect` was wrongly reported.
+
+    The engine's own cache served a block to the preempted request that the step with the failed
+    load had computed upon it; only blocks of the load itself were looked for.
+    """
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 13, "max_tokens": 1}},
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 2}},
+        {"fail-load": {"req": "b", "positions": "all"}},
+        {"step": 3},
+        {"preempt": "b"},
+        {"run": {}},
+    ]
+    config = {"budget": 5, "max_seqs": 1, "num_blocks": 14}
+    workload = mended(steps, "vllm", config=config)
+    target = Target(TARGET.connector, {"store": "{tmp}", "chunk_tokens": 8, "save_decode": False})
+    found = outcome(workload, target, SPEC, tmp_path / "run", strict=True)
+    assert found.error is None and found.failures == []
+    assert "engine.failed-not-served" in found.broken_guarantees
+
+
+def test_what_another_engine_stores_when_it_is_polled_comes_back(tmp_path: Path) -> None:
+    """`shared.found` was wrongly reported: only the engine that asked had steps to be polled in."""
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 13, "max_tokens": 4}},
+        {"step": 2},
+        {"preempt": "a"},
+        {"run": {}},
+        {"on": "d"},
+        {
+            "add": {
+                "req": "b",
+                "prompt": {"of": "a", "then": 5, "outputs": True},
+                "max_tokens": 2,
+                "reloads": "a",
+            }
+        },
+        {"run": {}},
+    ]
+    config = {"engines": {"p": "kv_producer", "d": "kv_consumer"}}
+    workload = mended(steps, "vllm", config=config)
+    target = target_of("fenced")
+    target = replace(target, capabilities={**target.capabilities, "store": True, "saves": "all"})
+    found = outcome(workload, target, SPEC, tmp_path / "run", strict=True)
+    assert found.error is None and found.failures == []
+    assert "load" in found.reached

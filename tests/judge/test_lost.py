@@ -91,6 +91,32 @@ def test_blocks_that_are_served_unfilled(
     assert (lost(trace) is not None) == bool(unfilled)
 
 
+@pytest.mark.parametrize(
+    ("again", "unfilled"),
+    [
+        ([], [4, 5, 6]),
+        ([row(0, 5), STEP, row(5, 5), STEP], [6]),  # not to the end of what rests on the load
+        ([row(0, 5), STEP, row(5, 5), STEP, row(10, 2), STEP], []),
+    ],
+)
+def test_blocks_that_were_computed_upon_a_failed_load(
+    again: list[dict[str, Any]], unfilled: list[int]
+) -> None:
+    failed = {**FAILED, "blocks": [4, 5]}
+    trace = numbered(START, row(8, 4), failed, *again, alloc(4, 5, 6), STEP)
+    note_unfilled(Trace.of(trace))
+    assert trace[-2]["unfilled"] == unfilled
+    assert (lost(trace) is not None) == bool(unfilled)
+
+
+def test_a_step_in_flight_upon_a_failed_load_is_no_bug_before_the_failure_arrives() -> None:
+    failed = {**FAILED, "blocks": [4]}
+    trace = numbered(START, row(4, 4), failed, row(8, 4), STEP, rollback(0, 0, 12))
+    note_unfilled(Trace.of(trace))
+    assert trace[3]["unfilled"] == [4, 5]
+    assert lost(trace) is None
+
+
 def test_blocks_of_an_engine_with_smaller_ones_are_filled_sooner() -> None:
     engines = {"kind": "run.engines", "own": {"s": {"block_size": 2}}}
     between = [FAILED, row(4, 2), STEP, alloc(4, 5), STEP]
