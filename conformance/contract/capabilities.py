@@ -71,7 +71,7 @@ CAPABILITIES: dict[str, Capability] = {
         0,
         (Annotated[int, Field(gt=0)], "a whole number above 0"),
         "granularity of what it promises to return, in tokens (0, the default: a block); "
-        "if it has 2 or more, but fewer than a block, whole blocks",
+        "with 2 or more, the whole blocks of whole chunks",
     ),
     "skip_save": Capability(
         "",

@@ -570,6 +570,13 @@ _kind(
     "content was copied to it); in_flight = a step that has not landed writes to it.",
 )
 _kind(
+    "block.pinned",
+    "sched",
+    "op:str id:int held:int",
+    "The connector took a reference to a block of the engine's pool, or gave one back (op: take, "
+    "give), within one of its hooks; held = how many it has now.",
+)
+_kind(
     "block.published",
     "sched",
     "req:str generation:int status:str tokens:int",

@@ -227,6 +227,9 @@ def check_situations(spec: Spec) -> Iterator[Finding]:
         where = place_of(spec, "situation", name)
         for code, message in lint_requirements.cited(found.source, spec, installed_has_it=True):
             yield Finding(where, code, f"situation {name}: {message}")
+        for each in [each for each in found.excuses if each not in spec.requirements]:
+            sentence = f"situation {name}: there is no requirement {each}"
+            yield Finding(where, "L033", f"{sentence}{did_you_mean(each, spec.requirements)}")
     axes = Matrix.model_fields.keys()
     wanted = {
         "step": STEPS.keys() - _PLAIN,

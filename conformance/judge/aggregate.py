@@ -242,6 +242,7 @@ def void(
     these is `selected` (ids; None: all cases).
     """
     shown = {row.requirement for row in rows if row.verdict in EXERCISED}
+    hidden = {row.requirement for row in rows if row.verdict is Verdict.UNOBSERVABLE} - shown
     ran = {row.case for row in rows if row.verdict in EXERCISED}
     found: list[str] = []
     unseen: list[str] = []
@@ -259,6 +260,8 @@ def void(
             if name in case.needs_expr.wanted and case.in_force(vllm)
         }
         shows = SHOWN_BY.get(name)
+        if shows in hidden:
+            shows = None
         is_shown = shows in shown if shows else requirements & shown or cases & ran
         if not (requirements or cases) or is_shown:
             continue
@@ -312,13 +315,15 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def reasons(names: Iterable[str]) -> list[str]:
-    """Return the reason that void claims (`names`) add to the overall verdict, if there are any."""
-    listed = ", ".join(names)
-    if not listed:
-        return []
-    return [
-        f"claimed and not shown, as none of their requirements and cases was exercised: {listed}"
+def reasons(names: Sequence[str]) -> list[str]:
+    """Return the reasons that void claims (`names`) add to the overall verdict."""
+    listed = ", ".join(name for name in names if name not in SHOWN_BY)
+    text = "claimed and not shown, as none of their requirements and cases was exercised"
+    found = [f"{text}: {listed}"] if listed else []
+    return found + [
+        f"{name} is claimed and not shown, as {SHOWN_BY[name]} was never exercised"
+        for name in names
+        if name in SHOWN_BY
     ]
 
 

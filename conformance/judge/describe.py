@@ -700,14 +700,16 @@ def _registered(e: Event) -> str:
     )
 
 
-def _block(e: Event) -> str:
-    if e["op"] == "free" and e["ref"] < 0:
-        return f"block {e['id']} was freed, although nothing held it: its count is {e['ref']}"
-    return f"block {e['id']}: {e['op']}, held {many(e['ref'], 'time')}"
+def _pinned(e: Event) -> str:
+    if e["op"] == "take":
+        return f"the connector took a reference to block {e['id']} of the engine's pool"
+    freed = f"the connector freed a reference to block {e['id']} of the engine's pool"
+    times = many(-e["held"], "time")
+    return f"{freed}, {times} more often than it took one" if e["held"] < 0 else freed
 
 
 _TEXT: dict[str, Callable[[Event], str]] = {
-    "block": _block,
+    "block.pinned": _pinned,
     "kv.wrong": _wrong,
     "kv.changed": _changed,
     "load.due": _due,

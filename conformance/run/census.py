@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -137,23 +137,37 @@ def grown(censuses: list[Census], rounds: int) -> list[tuple[str, list[int]]]:
 
     Places near the holder come first, and of these the fastest.
     """
-    return _steady(censuses, lambda before, after: after - before >= rounds)
+    places = ((place, [census[place] for census in censuses]) for place in censuses[-1])
+    return _in_order(
+        (place, numbers)
+        for place, numbers in places
+        if all(after - before >= rounds for before, after in pairwise(numbers))
+    )
 
 
-def shrunk(censuses: list[Census], rounds: int) -> list[tuple[str, list[int]]]:
-    """Return the places that shrank by at least one per round in each interval, as `grown` does."""
-    return _steady(censuses, lambda before, after: before - after >= rounds)
-
-
-def _steady(
-    censuses: list[Census], holds: Callable[[int, int], bool]
+def shrunk(
+    censuses: list[Census], rounds: int, first: Census | None = None
 ) -> list[tuple[str, list[int]]]:
-    """Return the places for whose numbers `holds` in each interval."""
-    places = [
-        (place, [census[place] for census in censuses])
-        for place in censuses[0] | censuses[-1]
-        if all(holds(before[place], after[place]) for before, after in pairwise(censuses))
-    ]
+    """Return the places that shrank by at least one per round in each interval, as `grown` does.
+
+    Also those that have nothing left: they shrank so at first, from `first`, the census before the
+    rounds, and then until they were empty.
+    """
+    places = ((place, [census[place] for census in censuses]) for place in censuses[0])
+    return _in_order(
+        (place, numbers)
+        for place, numbers in places
+        if all(before - after >= rounds for before, after in pairwise(numbers))
+        or (first is not None and _is_used_up([first[place], *numbers], rounds))
+    )
+
+
+def _is_used_up(numbers: list[int], rounds: int) -> bool:
+    falls = all(after < before or before == 0 for before, after in pairwise(numbers))
+    return falls and numbers[0] - numbers[1] >= rounds and numbers[1] > 0 == numbers[-1]
+
+
+def _in_order(places: Iterable[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
     return sorted(
         places, key=lambda found: (_depth(found[0]), -abs(found[1][0] - found[1][-1]), found[0])
     )

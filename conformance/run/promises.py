@@ -7,7 +7,6 @@ alone or in a crowd of other requests. A best-effort connector may store less in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -275,9 +274,10 @@ class Promises:
             limit = min(limit, len(prompt))
         limit = min(limit, max(0, len(known) - 1 - self.caps["skip_last"]))
         chunk = self.caps["chunk_tokens"] or prefix_match_unit or block_size
-        if 1 < chunk < block_size and prefix_match_unit is None:
-            chunk = math.lcm(chunk, block_size)  # most connectors claim whole blocks only
         declared = limit // chunk * chunk
+        if chunk > 1 and prefix_match_unit is None:
+            # Most connectors claim only whole blocks of the chunks that they have.
+            declared = declared // block_size * block_size
         if self.declared and not groups and layout is None:
             return declared
         if not self.declared and found >= limit:

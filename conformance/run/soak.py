@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,7 @@ class Driven(Protocol):
 
 def soak(driver: Driven, steps: Sequence[Step], argument: Soak) -> None:
     """Repeat `steps` in rounds, and emit what grew, or became less, in each of them."""
+    first = _censuses(driver)
     censuses: list[dict[str, Census]] = []
     between: list[dict[str, Census]] = []
     number = 0
@@ -52,7 +54,8 @@ def soak(driver: Driven, steps: Sequence[Step], argument: Soak) -> None:
         for _ in range(argument.rounds):
             number += 1
             driver.execute_steps([repeated(step, number) for step in steps if step.op != "expect"])
-            if third == THIRDS - 1 and any(_shrunk(censuses, argument.rounds).values()):
+            if third == THIRDS - 1 and any(_shrunk(first, censuses, argument.rounds).values()):
+                driver.settle(IDLE)  # what is in use comes back: it is no growth
                 between.append(_censuses(driver))
         driver.settle(IDLE)
         censuses.append(_censuses(driver))
@@ -61,23 +64,29 @@ def soak(driver: Driven, steps: Sequence[Step], argument: Soak) -> None:
         for place, numbers in places[:SHOWN]:
             driver.trace.emit("soak.grown", holder=holder, place=place, numbers=numbers)
     rounds = [*censuses[THIRDS - 2 : THIRDS - 1], *between, censuses[-1]]
-    for holder, places in _shrunk(censuses, argument.rounds).items():
+    for holder, places in _shrunk(first, censuses, argument.rounds).items():
         # A heap that is cleared of old entries now and then grows between two of its clearances.
-        never_grew = dict(shrunk([each[holder] for each in rounds], 0))
-        for place, numbers in [each for each in places if each[0] in never_grew][:SHOWN]:
+        lasting = [
+            (place, numbers)
+            for place, numbers in places
+            if all(one[holder][place] >= two[holder][place] for one, two in pairwise(rounds))
+        ]
+        for place, numbers in lasting[:SHOWN]:
             driver.trace.emit("soak.shrunk", holder=holder, place=place, numbers=numbers)
     driver.trace.emit("soak.ended", rounds=THIRDS * argument.rounds, holders=list(censuses[-1]))
 
 
 def _shrunk(
-    censuses: Sequence[dict[str, Census]], rounds: int
+    first: dict[str, Census], censuses: Sequence[dict[str, Census]], rounds: int
 ) -> dict[str, list[tuple[str, list[int]]]]:
     """Return the places of each half that became smaller, with their numbers.
 
-    The process is left out: it gets rid of what it needs no more.
+    `first`: before the rounds. The process is left out: it gets rid of what it needs no more.
     """
     halves = [holder for holder in censuses[-1] if holder != PROCESS]
-    return {each: shrunk([census[each] for census in censuses], rounds) for each in halves}
+    return {
+        each: shrunk([census[each] for census in censuses], rounds, first[each]) for each in halves
+    }
 
 
 def _censuses(driver: Driven) -> dict[str, Census]:

@@ -12,6 +12,7 @@ from kvconform.refimpl.plan import Save
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
@@ -225,3 +226,20 @@ class FreesWhatItNeverTook(ReferenceConnector):
     def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         self._pool.free_blocks(self._pool.blocks[block] for block in reversed(block_ids))
         return super().request_finished(request, block_ids)
+
+
+class FreesWhatRuns(ReferenceConnector):
+    """Frees the first block of a new request when the worker has had it, and never touches it."""
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
+        self._passed: list[int] = []
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._passed += [new.block_ids[0][0] for new in scheduler_output.scheduled_new_reqs]
+        return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        self._pool.free_blocks(self._pool.blocks[block] for block in self._passed)
+        self._passed = []

@@ -79,6 +79,33 @@ def test_a_scenario_says_which_of_its_situations_are_beyond_vllm() -> None:
     }
 
 
+def test_only_the_excused_requirements_are_a_risk_where_a_situation_names_some() -> None:
+    found = load_spec().situations["reset-before-work"]
+    assert found.makes_a_risk_of("reset.forgets")
+    assert not found.makes_a_risk_of("end.baseline")
+    every = load_spec().situations["other-model"]
+    assert every.makes_a_risk_of("end.baseline")
+
+
+@pytest.mark.parametrize(
+    ("config", "beyond"),
+    [
+        ({}, ("reset-before-work",)),
+        ({"role": "kv_consumer"}, ("reset-before-work",)),
+        ({"role": "kv_producer"}, ()),
+        ({"engines": {"p": "kv_producer", "d": "kv_consumer"}}, ("reset-before-work",)),
+    ],
+)
+def test_a_producer_is_told_that_a_reset_before_work_succeeded(
+    config: dict[str, Any], beyond: tuple[str, ...]
+) -> None:
+    steps = [ADD, {"schedule": 1}, {"reset": {"connector": True}}, RUN]
+    asynchronous = {"scheduling": ["async"]}
+    found = case(*steps, config=config, policies=["late-workers"], matrix=asynchronous)
+    resets = {name for each in found.variants() for name in each.beyond if "reset" in name}
+    assert resets - {"common-reset"} == {*beyond}
+
+
 @pytest.mark.parametrize("vllm", [True, False])
 def test_a_line_is_quoted_only_for_what_vllm_does(vllm: bool) -> None:
     read = {"why": "A CPU has none.", "line": "x = 1"}

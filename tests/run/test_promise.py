@@ -75,6 +75,9 @@ def promised(
         ({"known": 30, "wanted": 40, "final": None}, 0),
         ({"known": 30, "wanted": 40, "chunk_tokens": 16}, 16),
         ({"known": 30, "wanted": 40, "chunk_tokens": 1}, 29),
+        # whole blocks of whole chunks
+        ({"known": 30, "wanted": 40, "final": 11, "chunk_tokens": 3}, 8),
+        ({"known": 9, "wanted": 40, "chunk_tokens": 6}, 4),
         ({"known": 30, "wanted": 40, "common": 0}, 0),
         # calibrated, with as much in common as was final
         ({"known": 30, "wanted": 40, "back": 20, "shared": 29}, 20),

@@ -20,9 +20,12 @@ ROUNDS = 5
 
 
 class Driver:
-    """Counts rounds."""
+    """Counts rounds. Each uses `used` entries, which come back in steps without work."""
 
-    def __init__(self, tmp: Path) -> None:
+    used = 0
+
+    def __init__(self, tmp: Path, uses: int) -> None:
+        self.uses = uses
         self.trace = Trace()
         self.tmp = tmp
         self.round = 0
@@ -30,19 +33,26 @@ class Driver:
 
     def execute_steps(self, steps: Sequence[Step]) -> None:
         self.round += 1
+        self.used = self.uses
 
     def settle(self, steps: int) -> None:
-        """Nothing is under way."""
+        self.used = 0
 
 
 def shrunk(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, holder: str, free: Sequence[int]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    holder: str,
+    free: Sequence[int],
+    first: int = 200,
+    uses: int = 0,
 ) -> list[list[int]]:
     """Return the numbers that are reported if `free` entries are left after each round."""
-    driver = Driver(tmp_path)
+    driver = Driver(tmp_path, uses)
 
     def censuses(_: Driver) -> dict[str, Census]:
-        return {holder: Counter(free=free[driver.round - 1])}
+        left = free[driver.round - 1] if driver.round else first
+        return {holder: Counter(free=left - driver.used)} if left else {holder: Counter()}
 
     monkeypatch.setattr(module, "_censuses", censuses)
     module.soak(driver, [], Soak(rounds=ROUNDS))
@@ -61,6 +71,32 @@ def test_a_pool_may_be_used_up_by_several_entries_now_and_then(
 ) -> None:
     free = [100, 90, 90, 90, 90, 90, 80, 80, 80, 80, 70, 70, 70, 70, 70]
     assert shrunk(monkeypatch, tmp_path, "worker half", free) == [[90, 80, 70]]
+
+
+def test_what_is_in_use_in_between_comes_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    free = list(range(100, 85, -1))
+    assert shrunk(monkeypatch, tmp_path, "worker half", free, uses=9) == [[96, 91, 86]]
+
+
+@pytest.mark.parametrize(
+    ("first", "free", "numbers"),
+    [
+        (24, [22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0, 0, 0, 0], [[14, 4, 0]]),
+        (16, [14, 12, 10, 8, 6, 4, 2, 0, 0, 0, 0, 0, 0, 0, 0], [[6, 0, 0]]),
+        (6, [6, 6, 6, 6, 6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], []),  # what was left of the case's start
+        (9, [0] * 15, []),
+    ],
+)
+def test_a_pool_that_has_nothing_left_was_used_up_by_the_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    first: int,
+    free: list[int],
+    numbers: list[list[int]],
+) -> None:
+    assert shrunk(monkeypatch, tmp_path, "worker half", free, first) == numbers
 
 
 def test_a_heap_that_grows_between_two_clearances_does_not_become_less(
