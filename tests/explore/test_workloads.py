@@ -16,7 +16,7 @@ from kvconform.contract import yaml12
 from kvconform.contract.steps import STEPS, Add
 from kvconform.contract.yaml12 import flow
 from kvconform.explore.dice import Dice
-from kvconform.explore.draw import drawn
+from kvconform.explore.draw import _has_fine_hashes, drawn
 from kvconform.explore.races import FAMILIES, POINTS, races
 from kvconform.explore.scenes import resets_overtake
 from kvconform.explore.shrink import shrink
@@ -155,6 +155,8 @@ def test_layouts_ranks_and_groups_that_few_models_have() -> None:
     assert sum(config.get("context_parallel") == 4 for config in configs) > 5
     assert sum(config.get("groups") == ["sliding"] for config in configs) > 5
     assert sum("local" in config.get("groups", ()) for config in configs) > 5
+    if _has_fine_hashes():
+        assert sum("prefix_match_unit" in config for config in configs) > 5
     assert any("drafter" in config and len(config.get("groups", ())) > 1 for config in configs)
     assert not any(
         "state" in config.get("groups", ()) and config.get("spec_tokens") for config in configs

@@ -16,7 +16,9 @@ from kvconform.contract.loader import load_spec
 from kvconform.engine.batch import Batch
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.run.case import run_and_judge
+from kvconform.run.driver import REST_STEPS
 from kvconform.run.records import Run
+from kvconform.run.runner import run_variant
 
 ENGINES = ["reference", "vllm"]
 Steps = list[dict[str, Any]]
@@ -295,3 +297,28 @@ def test_the_limit_of_a_run_step_does_not_count_steps_that_wait_for_a_load(tmp_p
     run = run_case(REFERENCE, steps, tmp_path, extra=options, stall=5)
     [preempted] = select(run.trace, "req.state", req="b", to="PREEMPTED")
     assert preempted["reason"] == "preempt"
+
+
+@pytest.mark.parametrize(
+    ("before", "more"),
+    [
+        ([{"run": {}}], REST_STEPS),  # before b; c would go on with b
+        ([{"step": 1}], 0),
+    ],
+)
+def test_who_asks_again_has_steps_without_work_before_unless_requests_would_go_on(
+    before: list[dict[str, Any]], more: int, tmp_path: Path
+) -> None:
+    again = [
+        {"add": {"req": req, "prompt": {"same": "a"}, "max_tokens": 1, "reloads": "a"}}
+        for req in ("b", "c")
+    ]
+    steps = [{"add": {"req": "a", "prompt": 9, "max_tokens": 6}}, *before, *again, {"run": {}}]
+    variant, *_ = make_case(steps).variants(["reference"], ["sync"])
+    empty = []
+    target = Target(REFERENCE, {"store": "{tmp}"})
+    for rests in (False, True):
+        run = run_variant(variant, target, seed=0, tmp=tmp_path / str(rests), rests=rests)
+        assert run.harness_error is None
+        empty.append(sum(e["kind"] == "step.scheduled" and e["empty"] for e in run.trace))
+    assert empty[1] - empty[0] == more
