@@ -255,6 +255,13 @@ _kind(
     "numbers = lengths or bytes after each third of the rounds.",
 )
 _kind(
+    "soak.served",
+    "harness",
+    "rounds:int first:int last:int",
+    "Rounds with prompts of their own have ended; first, last = tokens of a new prompt that could "
+    "be loaded when it was repeated, before and after the rounds.",
+)
+_kind(
     "soak.ended",
     "harness",
     "rounds:int holders:list",

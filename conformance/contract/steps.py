@@ -321,9 +321,14 @@ class Continue(Model):
 
 
 class Soak(Model):
-    """Rounds that are repeated, in each of three thirds."""
+    """Rounds that are repeated, in each of three thirds.
+
+    What the connector holds must not grow over identical rounds. With `fresh`, each round has
+    prompts of its own; what comes back of a new prompt must not become less.
+    """
 
     rounds: PositiveInt = 6
+    fresh: bool = False
 
 
 class Shutdown(Model):
@@ -772,17 +777,35 @@ def changes_settings(step: Step) -> bool:
     return step.op == "restart" and step.arg == "settings"
 
 
-def repeated(step: Step, number: int) -> Step:
-    """Return a step as it is in round `number`: with other names, and the same prompts."""
+def repeated(step: Step, number: int, *, fresh: bool = False) -> Step:
+    """Return a step as it is in round `number`: with other names, and the same prompts.
+
+    With `fresh`, with prompts of its own, which have in common what those of the case have.
+    """
 
     def named(req: str) -> str:
         return f"{req}_{number}"
 
+    def renewed(prompt: Prompt) -> Prompt:
+        if isinstance(prompt, SamePrompt):
+            return SamePrompt(same=named(prompt.same))
+        if isinstance(prompt, OfPrompt):
+            return prompt.model_copy(update={"of": named(prompt.of)})
+        if isinstance(prompt, PartsPrompt):
+            parts = [
+                part.model_copy(update={"of": named(part.of)})
+                if isinstance(part, TakenPart)
+                else part
+                for part in prompt.parts
+            ]
+            return prompt.model_copy(update={"parts": parts})
+        return prompt
+
     if isinstance(step, AddStep) and isinstance(step.add, Add):
         add = step.add
-        changes = {
+        changes: dict[str, Any] = {
             "req": named(add.req),
-            "prompt": SamePrompt(same=add.req),
+            "prompt": renewed(add.prompt) if fresh else SamePrompt(same=add.req),
             "id": add.id and named(add.id),
             "reloads": None,
         }

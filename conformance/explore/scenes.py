@@ -153,7 +153,10 @@ def session(dice: Dice, block: int) -> Scene:
 
 
 def soaked(dice: Dice, block: int) -> Scene:
-    """Repeat a few requests in many rounds: what the connector holds must not grow."""
+    """Repeat a few requests in many rounds, or the like of them with other prompts.
+
+    What the connector holds must not grow, and new prompts come back as before.
+    """
     length = dice.number(1, 3) * block + dice.pick([0, 1])
     steps = [_add("a", length, dice.number(1, 5))]
     event = dice.pick(["abort", "preempt", "run", "together"])
@@ -161,7 +164,8 @@ def soaked(dice: Dice, block: int) -> Scene:
         steps += [{"step": dice.number(1, 3)}, {event: "a"}]
     steps += [] if event == "together" else list(DROP)
     steps += [_add("b", {"of": "a", "then": dice.number(1, block)}, 2), *DROP]
-    return Scene([*steps, {"soak": {"rounds": 4}}], length + block + 5, {"budget": 64})
+    rounds: Data = {"rounds": 4, "fresh": True} if dice.one_in(3) else {"rounds": 4}
+    return Scene([*steps, {"soak": rounds}], length + block + 5, {"budget": 64})
 
 
 def engines_in_turn(dice: Dice, block: int) -> Scene:

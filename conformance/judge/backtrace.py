@@ -479,6 +479,7 @@ SHOWN = {
     "store.damaged",
     "soak.grown",
     "soak.shrunk",
+    "soak.served",
     "restart.grown",
     "case.expectation",
 }

@@ -279,6 +279,13 @@ def _shrunk(e: Event) -> str:
     )
 
 
+def _served(e: Event) -> str:
+    return (
+        f"of a new prompt {many(e['first'], 'token')} came back at first, and {e['last']} after"
+        f" {many(e['rounds'], 'round')} of other prompts"
+    )
+
+
 def _left(e: Event) -> str:
     numbers = ", ".join(map(str, e["numbers"]))
     return (
@@ -727,6 +734,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "profile.repaired": _repaired,
     "soak.grown": _grown,
     "soak.shrunk": _shrunk,
+    "soak.served": _served,
     "restart.grown": _left,
     "alloc": _alloc,
     "run.end": _end,

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step `soak`: identical rounds, and what the connector holds after each third of them."""
+"""The step `soak`: what many rounds leave behind.
+
+After each third of identical rounds, what the connector holds is compared. Rounds with prompts of
+their own fill its store; what it gives back of a new prompt is compared before and after them.
+"""
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvconform.contract.steps import Soak, Step, repeated
+from kvconform.contract.steps import STEPS, Add, AddStep, Soak, Step, repeated
 from kvconform.contract.trace import Trace
 from kvconform.engine.engine import Engine
+from kvconform.process import alive
 from kvconform.run.census import Census, grown, held_by, held_by_process, shrunk
 
 THIRDS = 3
@@ -23,6 +29,16 @@ SHOWN = 3
 """Places of each holder that are reported."""
 IDLE = 3
 """Steps without work before a census, in which transfers end."""
+TRIES = 3
+"""How often a new prompt is repeated if less comes back than before."""
+REST = 0.5
+"""Seconds before it is repeated again, if threads or processes may be storing."""
+SHORT = 17
+"""Tokens of that prompt if the case has none of a length of its own."""
+_ALONE = [
+    STEPS["run"].model_validate({"run": {}}),
+    STEPS["drop-local"].model_validate({"drop-local": {}}),
+]
 PROCESS = "process"
 """The holder of what neither half refers to."""
 
@@ -45,7 +61,50 @@ class Driven(Protocol):
 
 
 def soak(driver: Driven, steps: Sequence[Step], argument: Soak) -> None:
-    """Repeat `steps` in rounds, and emit what grew, or became less, in each of them."""
+    """Repeat `steps` in rounds, and emit what they changed: in what is held, or what comes back."""
+    steps = [step for step in steps if step.op != "expect"]
+    if argument.fresh:
+        _soak_with_new_prompts(driver, steps, argument)
+    else:
+        _soak_with_the_same(driver, steps, argument)
+
+
+def _soak_with_new_prompts(driver: Driven, steps: Sequence[Step], argument: Soak) -> None:
+    added = (step.add for step in steps if isinstance(step, AddStep) and isinstance(step.add, Add))
+    length = max((each.prompt for each in added if isinstance(each.prompt, int)), default=SHORT)
+    first = _given_back(driver, "before", length, 0)
+    for number in range(1, THIRDS * argument.rounds + 1):
+        driver.execute_steps([repeated(step, number, fresh=True) for step in steps])
+    last = _given_back(driver, "after", length, first) if first else 0
+    driver.trace.emit("soak.served", rounds=THIRDS * argument.rounds, first=first, last=last)
+
+
+def _given_back(driver: Driven, name: str, length: int, wanted: int) -> int:
+    """Return how many tokens of a new prompt of this length can be loaded when it is repeated.
+
+    A connector that stores in the background may need time, above all after the rounds: the prompt
+    is repeated until `wanted` tokens come back, or TRIES times.
+    """
+    driver.settle(IDLE)
+    add = {"req": f"soak_{name}", "prompt": length, "max_tokens": 1}
+    driver.execute_steps([STEPS["add"].model_validate({"add": add}), *_ALONE])
+    found = 0
+    for number in range(TRIES):
+        if number and alive.works_aside():
+            time.sleep(REST)
+        driver.settle(IDLE)
+        again = f"soak_{name}_{number}"
+        repeat = {"req": again, "prompt": {"same": f"soak_{name}"}, "max_tokens": 1}
+        since = len(driver.trace.events)
+        driver.execute_steps([STEPS["add"].model_validate({"add": repeat}), *_ALONE])
+        grants = [e for e in driver.trace.events[since:] if e["kind"] == "alloc"]
+        found = max([found, *(e["external"] for e in grants if e["req"] == again)])
+        if found and found >= wanted:
+            break
+    return found
+
+
+def _soak_with_the_same(driver: Driven, steps: Sequence[Step], argument: Soak) -> None:
     first = _censuses(driver)
     censuses: list[dict[str, Census]] = []
     between: list[dict[str, Census]] = []
@@ -53,7 +112,7 @@ def soak(driver: Driven, steps: Sequence[Step], argument: Soak) -> None:
     for third in range(THIRDS):
         for _ in range(argument.rounds):
             number += 1
-            driver.execute_steps([repeated(step, number) for step in steps if step.op != "expect"])
+            driver.execute_steps([repeated(step, number) for step in steps])
             if third == THIRDS - 1 and any(_shrunk(first, censuses, argument.rounds).values()):
                 driver.settle(IDLE)  # what is in use comes back: it is no growth
                 between.append(_censuses(driver))

@@ -7,15 +7,18 @@ import os
 import socket
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from kvconform.refimpl.connector import Lookup, ReferenceConnector
-from kvconform.refimpl.plan import Load
+from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
+from kvconform.refimpl.plan import Load, ReferenceMetadata
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 
@@ -65,6 +68,21 @@ class UsesBuffersUp(_Kept):
         free: list[int] = self.__dict__.setdefault("_free", list(range(1_000)))
         if free:
             free.pop()
+
+
+class LosesRoom(ReferenceConnector):
+    """Loses the room of each aborted request, and stores nothing when 40 blocks are lost."""
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
+        if request.status.name == "FINISHED_ABORTED":
+            self._lost = self.__dict__.get("_lost", 0) + len(block_ids)
+        return super().request_finished(request, block_ids)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, ReferenceMetadata)
+        is_full = self.__dict__.get("_lost", 0) >= 40
+        return replace(metadata, saves=metadata.saves[:0]) if is_full else metadata
 
 
 class KeepsFuturesOfLaterRanks(KeepsFutures):

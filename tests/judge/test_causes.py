@@ -208,6 +208,11 @@ FAULTS: dict[str, Faults] = {
         {"numbers": [6, 18, 30]},
         [{"holder": "scheduler half"}, {"place": "tables"}],
     ),
+    "soak.served": Faults(
+        {"rounds": 15, "first": 16, "last": 0},
+        {"rounds": 24, "first": 32, "last": 8},
+        [],
+    ),
     "soak.shrunk": Faults(
         {"holder": "worker half", "place": "free", "numbers": [15, 10, 5]},
         {"numbers": [30, 18, 6]},

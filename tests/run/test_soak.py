@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvconform.contract.steps import Soak, Step
+from kvconform.contract.steps import STEPS, Soak, Step, repeated
 from kvconform.contract.trace import Trace
 from kvconform.engine.engine import Engine
 from kvconform.run import soak as module
@@ -108,3 +109,66 @@ def test_a_heap_that_grows_between_two_clearances_does_not_become_less(
 
 def test_a_process_may_get_rid_of_things(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert shrunk(monkeypatch, tmp_path, "process", list(range(100, 85, -1))) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fresh"),
+    [
+        (13, 13),
+        ({"same": "a"}, {"same": "a_3"}),
+        ({"of": "a", "then": 4}, {"of": "a_3", "then": 4}),
+        (
+            {"parts": [{"of": "a", "from": 2, "tokens": 4}, {"new": 3}]},
+            {"parts": [{"of": "a_3", "from": 2, "tokens": 4}, {"new": 3}]},
+        ),
+    ],
+)
+def test_a_round_has_the_prompts_of_the_case_or_others_that_agree_as_they_do(
+    prompt: Any, fresh: Any
+) -> None:
+    def add(req: str, prompt: Any) -> Step:
+        return STEPS["add"].model_validate({"add": {"req": req, "prompt": prompt}})
+
+    assert repeated(add("b", prompt), 3) == add("b_3", {"same": "b"})
+    assert repeated(add("b", prompt), 3, fresh=True) == add("b_3", fresh)
+
+
+class Grants:
+    """A driver that grants so many tokens to each repetition of a prompt."""
+
+    def __init__(self, tmp: Path, *grants: int) -> None:
+        self.trace = Trace()
+        self.tmp = tmp
+        self.grants = iter(grants)
+        self.named_engines: Mapping[str, Engine] = {}
+
+    def execute_steps(self, steps: Sequence[Step]) -> None:
+        add = next((step.arg for step in steps if step.op == "add"), None)
+        if add is not None and not isinstance(add.prompt, int):
+            self.trace.emit("alloc", req=add.req, external=next(self.grants))
+
+    def settle(self, steps: int) -> None:
+        """Nothing is under way."""
+
+
+@pytest.mark.parametrize(
+    ("grants", "served"),
+    [
+        ((16, 16), (16, 16)),
+        ((0, 0, 16, 0, 16), (16, 16)),  # it stores in the background
+        ((16, 0, 8, 0), (16, 8)),
+        ((0, 0, 0), (0, 0)),  # nothing is to be lost
+    ],
+)
+def test_what_comes_back_of_a_new_prompt_has_time_to_be_stored(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    grants: tuple[int, ...],
+    served: tuple[int, int],
+) -> None:
+    monkeypatch.setattr(module, "REST", 0)
+    driver = Grants(tmp_path, *grants)
+    module.soak(driver, [], Soak(rounds=1, fresh=True))
+    told = [(e["first"], e["last"]) for e in driver.trace.events if e["kind"] == "soak.served"]
+    assert told == [served]
+    assert next(driver.grants, None) is None, "it was repeated as often as it should be"
