@@ -308,6 +308,9 @@ def versions(session: nox.Session) -> None:
     """
     mine, rest = options(session)
     base, _ = shared(session, None)
+    if {"-h", "--help"} & {*rest}:
+        base.run("-m", "kvconform.versions", "--help")
+        return
     wanted = mine.vllm or base.ask(
         "from kvconform.versions.matrix import RELEASES; print(*RELEASES, sep=',')"
     )

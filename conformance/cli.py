@@ -13,13 +13,14 @@ import inspect
 import signal
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from kvconform import __version__
 from kvconform.compat import installed
-from kvconform.errors import EnvironmentProblem, KvconformError
+from kvconform.errors import EnvironmentProblem, KvconformError, UsageError
 from kvconform.explore.cli import explore
 from kvconform.gpu.command import gpu
 from kvconform.init.command import command as init
@@ -461,6 +462,21 @@ def _command(arguments: list[str]) -> list[str]:
     return words[: 2 if words[:1] == ["snapshot"] else 1]
 
 
+def _refuse_empty(arguments: list[str]) -> None:
+    """Raise UsageError for an empty argument: nothing would be judged by what it was meant to be.
+
+    An empty `-k` has a sentence of its own.
+    """
+    for before, word in pairwise(["", *arguments]):
+        option, _, value = word.partition("=")
+        if word.startswith("--") and "=" in word and not value:
+            raise UsageError(f"{option} has no value; is a variable unset?")
+        if not word and before.startswith("-") and before not in ("-k", "--select"):
+            raise UsageError(f"{before} has no value; is a variable unset?")
+        if not word and not before.startswith("-"):
+            raise UsageError("an argument is empty; is a variable unset?")
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the program: print one sentence for an error, and a traceback only with --debug."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -470,6 +486,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if debug and _command(arguments) in WITH_DEBUG:
         arguments.append("--debug")
     try:
+        _refuse_empty(arguments)
         status = app(args=arguments, prog_name="kvconform", standalone_mode=False)
         if status == INTERRUPTED:
             raise KeyboardInterrupt

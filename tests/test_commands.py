@@ -112,6 +112,9 @@ def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
             "kvconform: there is no area, case or requirement 'qqqq'; the areas are ",
         ),
         (("run", "-k", ""), "Error: Invalid value: -k names nothing"),
+        (("run", ""), "kvconform: an argument is empty; is a variable unset?"),
+        (("run", "--config", ""), "kvconform: --config has no value; is a variable unset?"),
+        (("run", "--report-dir="), "kvconform: --report-dir has no value; is a variable unset?"),
         (("run", "-k", " , "), "Error: Invalid value: -k names nothing"),
         (
             ("run", "--profile", "smok"),

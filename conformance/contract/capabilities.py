@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from kvconform.errors import UsageError, did_you_mean
 
 _YES_NO = (bool, "true or false")
+_ROLE = Literal["kv_both", "kv_producer", "kv_consumer"]
 Meaning = Literal[
     "bytes_loaded",
     "tokens_loaded",
@@ -173,7 +174,7 @@ CAPABILITIES: dict[str, Capability] = {
     ),
     "roles": Capability(
         ("kv_both",),
-        (tuple[str, ...] | list[str], "a list of names"),
+        (tuple[_ROLE, ...] | list[_ROLE], "a list of kv_both, kv_producer and kv_consumer"),
         "the kv_role values that it works with",
     ),
 }

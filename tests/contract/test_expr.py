@@ -164,7 +164,8 @@ def test_unknown_capabilities_are_refused() -> None:
         ({"chunk_tokens": 0}, "above 0"),
         ({"chunk_tokens": True}, "above 0"),
         ({"lossy": "a bit"}, "tolerance"),
-        ({"roles": "kv_both"}, "list of names"),
+        ({"roles": "kv_both"}, "list of kv_both"),
+        ({"roles": ["kv_x"]}, "list of kv_both"),
     ):
         with pytest.raises(UsageError, match=words):
             complete(bad)
