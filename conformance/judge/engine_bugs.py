@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvconform.contract.events import SIZED
 from kvconform.contract.trace import Event, Trace, own_settings
@@ -50,17 +50,19 @@ STARVED = (
 def note_unfilled(trace: Trace) -> None:
     """Fill in `unfilled` of alloc and req.scheduled events: blocks whose synchronous load failed.
 
-    Of an alloc, these are shared blocks; of a request that is scheduled, blocks before its first
-    position of the step. Blocks that were computed upon a failed load count, too. Those that have
-    been computed to their end since are left out; the step under way counts. Changes these events.
+    Of an alloc, these are shared blocks, those that were computed upon a failed load included. Of a
+    request that is scheduled, they are blocks before its first position of the step whose own load
+    failed: that it goes on from what it computed itself upon such a load is a fault of its own,
+    which no known bug excuses. Blocks that have been computed to their end since are left out; the
+    step under way counts. Changes these events.
     """
     events = trace.events
     if not any([e["kind"] == "transfer.failed" and not e["is_async"] for e in events]):
         for alloc in [e for e in events if e["kind"] == "alloc"]:
             trace.amend(alloc, unfilled=[])
         return
-    # (engine, block) -> slots of the block that are still to be computed again
-    failed: dict[tuple[str | None, int], set[int]] = {}
+    failed: Slots = {}
+    upon: Slots = {}  # the same of blocks that were computed upon a failed load
     open_allocs: list[Event] = []
     open_rows: list[Event] = []
     recent: deque[Event] = deque(maxlen=RECENT)
@@ -79,17 +81,18 @@ def note_unfilled(trace: Trace) -> None:
         elif kind == "transfer.failed" and not e["is_async"]:
             failed.update({(on, block): set(range(size)) for block in e["blocks"]})
             for row in [r for r in recent if r.get("on") == on and r["step"] >= e["step"]]:
-                _compute(failed, row, size)
+                _compute(failed, upon, row, size)
         elif kind == "alloc":
             trace.amend(e, unfilled=[])
-            if failed:
+            if failed or upon:
                 open_allocs.append(e)
         elif kind == "block" and e["op"] == "alloc":
             failed.pop((on, e["id"]), None)
+            upon.pop((on, e["id"]), None)
         elif kind == "req.scheduled":
             recent.append(e)
-            if failed:
-                _compute(failed, e, size)
+            if failed or upon:
+                _compute(failed, upon, e, size)
                 open_rows.append(e)
         elif kind == "worker.step_begin" and (open_allocs or open_rows):
             # Late workers begin a step when later ones have been scheduled.
@@ -101,7 +104,8 @@ def note_unfilled(trace: Trace) -> None:
             for alloc in [each for each in open_allocs if each["step"] <= e["step"]]:
                 open_allocs.remove(alloc)
                 shared = alloc["shared_blocks"]
-                unfilled = [block for block in shared if (alloc.get("on"), block) in failed]
+                keys = [(alloc.get("on"), block) for block in shared]
+                unfilled = [key[1] for key in keys if key in failed or key in upon]
                 trace.amend(alloc, unfilled=unfilled)
 
 
@@ -109,24 +113,34 @@ RECENT = 64
 """Rows that may have been scheduled before a load of their step failed."""
 
 
-def _compute(failed: dict[tuple[str | None, int], set[int]], row: Event, size: int) -> None:
-    """Take what a request computes out of `failed`, or add it if it is computed upon such slots."""
+Slots: TypeAlias = dict[tuple[str | None, int], set[int]]
+"""(engine, block) -> slots of the block that are still to be computed again."""
+
+
+def _compute(failed: Slots, upon: Slots, row: Event, size: int) -> None:
+    """Take what a request computes out of both, or add it to `upon` if it rests on such slots."""
     on, table, start = row.get("on"), row["table"], row["output_computed"]
     end = min(start + row["scheduled"], len(table) * size)
-    before = enumerate(table[: -(-start // size)])
     is_unsound = any(
         index * size + slot < start
-        for index, block in before
-        for slot in failed.get((on, block), ())
+        for index, block in enumerate(table[: -(-start // size)])
+        for slots in (failed, upon)
+        for slot in slots.get((on, block), ())
     )
     for position in range(start, end):
-        key = on, table[position // size]
+        key, slot = (on, table[position // size]), position % size
+        _fill(failed, key, slot)
         if is_unsound:
-            failed.setdefault(key, set()).add(position % size)
-        elif key in failed:
-            failed[key].discard(position % size)
-            if not failed[key]:
-                del failed[key]
+            upon.setdefault(key, set()).add(slot)
+        else:
+            _fill(upon, key, slot)
+
+
+def _fill(slots: Slots, key: tuple[str | None, int], slot: int) -> None:
+    if key in slots:
+        slots[key].discard(slot)
+        if not slots[key]:
+            del slots[key]
 
 
 def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
@@ -174,8 +188,7 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             return e["seq"], SERVED.format(req=e["req"])
         elif failed and kind == "req.scheduled" and e.get("unfilled"):
             # A step that was scheduled before the failure arrived is dropped when it does.
-            keys = [(e.get("on"), block) for block in e["unfilled"]]
-            sources = [failed[key] for key in keys if key in failed]
-            if not sources or any(req not in unheard for req in sources):
+            sources = (failed.get((e.get("on"), block)) for block in e["unfilled"])
+            if any(req not in unheard for req in sources):
                 return e["seq"], READ.format(req=e["req"])
     return None

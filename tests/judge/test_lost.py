@@ -113,7 +113,17 @@ def test_a_step_in_flight_upon_a_failed_load_is_no_bug_before_the_failure_arrive
     failed = {**FAILED, "blocks": [4]}
     trace = numbered(START, row(4, 4), failed, row(8, 4), STEP, rollback(0, 0, 12))
     note_unfilled(Trace.of(trace))
-    assert trace[3]["unfilled"] == [4, 5]
+    assert trace[3]["unfilled"] == [4]
+    assert lost(trace) is None
+
+
+def test_that_a_request_goes_on_from_what_it_computed_upon_a_failed_load_is_not_excused() -> None:
+    """vLLM rolls back every request that has such a block; an engine that does not is at fault."""
+    failed = {**FAILED, "blocks": [4]}
+    again = [row(0, 4), STEP, row(8, 4), STEP]
+    trace = numbered(START, row(4, 4), failed, rollback(0, 0, 8), *again)
+    note_unfilled(Trace.of(trace))
+    assert trace[-2]["unfilled"] == []
     assert lost(trace) is None
 
 
