@@ -400,7 +400,9 @@ def defects(
     ] = None,
     workers: Annotated[
         int,
-        option("--workers", "-n", metavar="N", help="worker processes [one per CPU, at most 4]"),
+        option(
+            "--workers", "-n", metavar="N", help="worker processes [two more than CPUs, at most 4]"
+        ),
     ] = 0,
     report_dir: Annotated[
         Text, option("--report-dir", metavar="DIR", help="where kill-matrix.json and .md go")

@@ -97,7 +97,10 @@ CAPABILITIES: dict[str, Capability] = {
     "synthesises_kv": Capability(False, _YES_NO, "makes KV that no engine computed"),
     "non_prefix_reuse": Capability(
         False,
-        (bool | Annotated[float, Field(gt=0)], "true, false or a tolerance such as 0.5"),
+        (
+            bool | Annotated[float, Field(gt=0, allow_inf_nan=False)],
+            "true, false or a tolerance such as 0.5",
+        ),
         "reuses KV of content that is not a prefix (false, true, or how far that KV may be off)",
     ),
     "recomputes": Capability(
@@ -107,7 +110,10 @@ CAPABILITIES: dict[str, Capability] = {
     ),
     "lossy": Capability(
         False,
-        (bool | float, "true, false or a tolerance such as 0.01"),
+        (
+            bool | Annotated[float, Field(gt=0, lt=1)],
+            "true, false or a tolerance such as 0.01",
+        ),
         "returns KV that differs within a tolerance (false, or the tolerance)",
     ),
     "async_load": Capability(False, _YES_NO, "answers lookups with an asynchronous load"),

@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -43,6 +42,7 @@ from kvconform.execute.answers import Death
 from kvconform.execute.choice import LOCAL, Choice, executor
 from kvconform.execute.work import Calls
 from kvconform.files import scratch_root
+from kvconform.process.clock import monotonic
 from kvconform.process.forking import forked_after_import
 from kvconform.process.server import ServerSpec
 
@@ -186,7 +186,7 @@ def examine(
 
     outcome = Outcome(defect=defect.id)
     fault = defect.fault()
-    start = time.perf_counter()
+    start = monotonic()
     watchdog.start(defect.hook_timeout, note)
     try:
         stack = ExitStack()
@@ -209,7 +209,7 @@ def examine(
                 outcome.take(variant.id, report.rows, defect.fails if watched is None else watched)
     finally:
         watchdog.stop()
-        outcome.seconds = round(time.perf_counter() - start, 2)
+        outcome.seconds = round(monotonic() - start, 2)
     return settled(outcome, defect)
 
 
@@ -372,7 +372,7 @@ def examine_apart(defect: Defect, spec: Spec, tmp: Path) -> Outcome:
 
     note = tmp / "note"
     result = tmp / "outcome.json"
-    start = time.perf_counter()
+    start = monotonic()
     child = forked_after_import().Process(target=_examine_into, args=(defect.id, note, result))
     child.start()
     child.join()
@@ -381,7 +381,7 @@ def examine_apart(defect: Defect, spec: Spec, tmp: Path) -> Outcome:
     left = watchdog.read_note(note)
     case = None if left is None else left.case
     variant = next((each for each in defect.variants(spec) if each.id == case), None)
-    outcome = Outcome(defect=defect.id, seconds=round(time.perf_counter() - start, 2))
+    outcome = Outcome(defect=defect.id, seconds=round(monotonic() - start, 2))
     if variant is None:
         outcome.problem = f"the process ended outside of its runs: {crash.sentence(left)}"
         return outcome
@@ -503,12 +503,12 @@ def main(
     """Run the command.
 
     Returns 0 if every defect is caught exactly as listed and no control run fails anything, 1 if
-    not. UsageError for an unknown name. `jobs` is the number of workers; 0: one per core, at most
-    4. The kill matrix is written to `report_dir`, if given. With `strict`, a MUST that no defect
-    violates is a failure too.
+    not. UsageError for an unknown name. `jobs` is the number of workers; 0: two
+    more than cores, because runs often wait, but at most 4. The kill matrix is written to
+    `report_dir`, if given. With `strict`, a MUST that no defect violates is a failure too.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of every process
-    workers = where.workers(jobs or None, min(4, len(os.sched_getaffinity(0))))
+    workers = where.workers(jobs or None, min(4, len(os.sched_getaffinity(0)) + 2))
     known = known_defects()
     outcomes = list(run_defects(names, workers, where))
     controls = [outcome for outcome in outcomes if outcome.defect not in known]

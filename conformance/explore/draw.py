@@ -433,7 +433,7 @@ def _layers(dice: Dice, engine: str, drafts: int, groups: list[str]) -> Data:
     if drafts and fits and dice.one_in(3):
         found["drafter"] = True
     if len(groups) < 2 and dice.one_in(8):
-        found["layers"] = dice.pick([[0, 2, 3], [1, 4]])
+        found["layers"] = dice.pick([[0, 2, 3], [1, 4], [2, 10]])
     return found
 
 

@@ -137,16 +137,22 @@ def ids_are_free(data: Data) -> bool:
 
 
 def _given_up(add: Data, between: list[Data], depth: int) -> bool:
-    """Return whether a request with a new prompt is aborted before it ends, with nothing in flight.
+    """Return whether a request is aborted before it ends, with nothing in flight.
 
-    `between`: the steps after it, which begin with too few engine steps to finish it, a landing of
-    all outputs, and the abort. `depth`: steps in flight.
+    `between`: the steps after it. They begin with lookups alone and the abort, so that it never got
+    memory. Or the request has a new prompt, and they begin with too few engine steps to finish it,
+    a landing of all outputs, and the abort. `depth`: steps in flight.
     """
+    abort = {"abort": add["req"]}
+    if abort in between:
+        before = between[: between.index(abort)]
+        if before and all(step == {"lookup-only": add["req"]} for step in before):
+            return True
     if not isinstance(add["prompt"], int) or {"drafts", "stop_at"} & set(add) or len(between) < 3:
         return False
     stepped, landed, aborted = between[:3]
     short = 0 < stepped.get("step", 0) < add.get("max_tokens", 1)
-    return short and landed.get("land", 0) >= depth and aborted == {"abort": add["req"]}
+    return short and landed.get("land", 0) >= depth and aborted == abort
 
 
 CHANGES = ("axis", "axis", "insert", "insert", "insert", "drop", "tokens", "budget")

@@ -159,13 +159,32 @@ def soaked(dice: Dice, block: int) -> Scene:
     """
     length = dice.number(1, 3) * block + dice.pick([0, 1])
     steps = [_add("a", length, dice.number(1, 5))]
-    event = dice.pick(["abort", "preempt", "run", "together"])
+    event = dice.pick(["abort", "preempt", "run", "together", "twins"])
     if event in ("abort", "preempt"):
         steps += [{"step": dice.number(1, 3)}, {event: "a"}]
-    steps += [] if event == "together" else list(DROP)
-    steps += [_add("b", {"of": "a", "then": dice.number(1, block)}, 2), *DROP]
+    steps += [] if event in ("together", "twins") else list(DROP)
+    prompt: Data = {"of": "a", "then": dice.number(1, block)}
     rounds: Data = {"rounds": 4, "fresh": True} if dice.one_in(3) else {"rounds": 4}
-    return Scene([*steps, {"soak": rounds}], length + block + 5, {"budget": 64})
+    config: Data = {"budget": 64}
+    if event == "twins":  # the same KV is computed and saved twice at once
+        prompt, rounds = {"same": "a"}, {"rounds": 4, "fresh": True}
+        config["prefix_caching"] = False
+    steps += [_add("b", prompt, 2), *DROP]
+    return Scene([*steps, {"soak": rounds}], length + block + 5, config)
+
+
+def taken_id(dice: Dice, block: int) -> Scene:
+    """Abort a request with a salt before it gets memory, and use its id for one without.
+
+    What that computes is nothing to others with the salt, and comes back to those without.
+    """
+    length = dice.number(1, 3) * block + dice.pick([0, 1, 2])
+    steps = [_add("a", length, 2, salt="s"), *[{"lookup-only": "a"}] * dice.number(1, 2)]
+    steps += [{"abort": "a"}]
+    prompt: Data = {"same": "a"} if dice.one_in(2) else {"of": "a", "then": dice.number(1, block)}
+    steps += [_add("b", prompt, dice.number(1, 4), id="a"), *DROP]
+    steps += [_add("c", {"same": "a"}, 2, salt="s"), _add("d", {"same": "b"}, 2, reloads="b"), RUN]
+    return Scene(steps, length + block + 5, {"budget": dice.pick([64, block + 1])})
 
 
 def engines_in_turn(dice: Dice, block: int) -> Scene:
@@ -263,6 +282,17 @@ def resets_overtake(dice: Dice, block: int) -> Scene:
     return Scene(steps, length + 4, {"budget": 64, **ranks})
 
 
+def reset_under_loads(dice: Dice, block: int) -> Scene:
+    """Reset the connector's cache while a load may be under way, and store another prompt then."""
+    length = dice.number(2, 4) * block + dice.pick([0, 1])
+    steps = [_add("a", length, 2), *DROP, _add("b", {"same": "a"}, 3), {"step": 1}]
+    steps += [{"reset": {"running": False, "connector": True}}]
+    steps += [_add("c", length + dice.pick([0, 1, block]), dice.number(2, 6))]
+    steps += [*DROP, _add("d", {"same": "a"}, 2), *DROP]
+    steps += [_add("e", {"same": "c"}, 2), RUN]
+    return Scene(steps, length + block + 6, {"budget": dice.pick([64, block + 1])})
+
+
 def controlled(dice: Dice, block: int) -> Scene:
     """Let an operator do something with a stored prompt, and ask for it again."""
     length = dice.number(1, 3) * block + dice.pick([0, 1])
@@ -297,6 +327,7 @@ SCENES = (
     Kind(ends_while_saving),
     Kind(session, ("vllm",)),
     Kind(soaked),
+    Kind(taken_id),
     Kind(engines_in_turn),
     Kind(with_grammar, ("vllm",)),
     Kind(damaged),
@@ -304,5 +335,6 @@ SCENES = (
     Kind(forbidden),
     Kind(reset_in_chunk),
     Kind(resets_overtake),
+    Kind(reset_under_loads),
     Kind(controlled),
 )

@@ -112,6 +112,9 @@ class Schedule:
             self.steps += [{"lookup-only": name}] * dice.number(1, 2)
             if dice.one_in(2):
                 self._event("abort", name)
+                if name in requests.aborted and not requests.simple and dice.one_in(2):
+                    self.requests.live.remove(name)
+                    self._vacant = name  # it is free at once, because the request got no blocks
         elif then == "again" and isinstance(add["prompt"], int) and not requests.simple:
             self._again(add)
         elif then == "partly" and isinstance(add["prompt"], int):

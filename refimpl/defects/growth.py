@@ -85,6 +85,20 @@ class LosesRoom(ReferenceConnector):
         return replace(metadata, saves=metadata.saves[:0]) if is_full else metadata
 
 
+class LosesWhatIsSavedTwice(ReferenceConnector):
+    """Takes room for each save of a block, and loses it when another one in the step overwrites it.
+
+    It stores nothing when the room of 40 blocks is lost.
+    """
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, ReferenceMetadata)
+        keys = [piece.key for save in metadata.saves for piece in save.pieces]
+        self._lost = self.__dict__.get("_lost", 0) + len(keys) - len(set(keys))
+        return replace(metadata, saves=metadata.saves[:0]) if self._lost >= 40 else metadata
+
+
 class KeepsFuturesOfLaterRanks(KeepsFutures):
     """Keeps the future of every load on all ranks but the first."""
 

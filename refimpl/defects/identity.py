@@ -43,6 +43,23 @@ class NoSalt(_PartialIdentity):
         return {"cache_salt": None}
 
 
+class KeepsTheFirstSalt(_PartialIdentity):
+    """Notes the salt of a request id once, and forgets it with the blocks of the request.
+
+    A request that never gets blocks leaves its salt to the next one with its id.
+    """
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        salts: dict[str, str | None] = self.__dict__.setdefault("_salts", {})
+        return {"cache_salt": salts.setdefault(request.request_id, request.cache_salt)}
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
+        answer = super().request_finished(request, block_ids)
+        if block_ids:
+            self.__dict__.get("_salts", {}).pop(request.request_id, None)
+        return answer
+
+
 class JoinsNames(_PartialIdentity):
     """Joins salt and adapter in the key without their lengths (B082)."""
 

@@ -106,6 +106,22 @@ class CountsLayers(ReferenceConnector):
         return write_slots(self._layers[layer], piece.slots, data, piece.first, self._share)
 
 
+class SortsLayersByName(ReferenceConnector):
+    """Numbers the layers as they are registered when it saves, and by their names when it loads.
+
+    They are the same up to ten layers.
+    """
+
+    def _put(self, epoch: int, key: str, layer: str, data: bytes, tokens: int) -> None:
+        self._store.put(epoch, key, str(list(self._layers).index(layer)), data)
+
+    def _load_layer(self, piece: Piece, layer: str) -> bool:
+        data = self._store.get(piece.key, str(sorted(self._layers).index(layer)))
+        if data is None:
+            return False
+        return write_slots(self._layers[layer], piece.slots, data, piece.first, self._share)
+
+
 def number_of(name: str) -> int:
     """Return the number in the name of a layer."""
     return int(name.split(".")[2])

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
-from kvconform.refimpl.plan import Save
+from kvconform.refimpl.paging import write_slots
+from kvconform.refimpl.plan import Load, Save
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -164,6 +166,46 @@ class LoadsAcrossReset(ReferenceConnector):
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed = super().get_block_ids_with_load_errors()
         return set() if self._store.epoch() else failed
+
+
+class ReusesSlotsOfLoads(ReferenceConnector):
+    """Stores chunks in numbered places, and frees all of them in a reset.
+
+    A load that was queued before goes on reading places that later saves have taken.
+    """
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for load in self._metadata().loads:
+            for piece in load.pieces:
+                if piece.key in self._place:
+                    self._read[piece.key] = self._place[piece.key]
+        super().start_load_kv(forward_context, **kwargs)
+
+    def _put(self, epoch: int, key: str, layer: str, data: bytes, tokens: int) -> None:
+        super()._put(epoch, key, layer, data, tokens)
+        if epoch != self.__dict__.get("_epoch", epoch):
+            self._place.clear()
+        self._epoch = epoch
+        self._content[self._place.setdefault(key, len(self._place)), layer] = data
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        for piece in load.pieces:
+            place = self._read.pop(piece.key)
+            for layer in layers:
+                data = self._content[place, layer]
+                write_slots(self._layers[layer], piece.slots, data, piece.first, self._share)
+
+    @property
+    def _place(self) -> dict[str, int]:
+        return self.__dict__.setdefault("_places", {})
+
+    @property
+    def _read(self) -> dict[str, int]:
+        return self.__dict__.setdefault("_reads", {})
+
+    @property
+    def _content(self) -> dict[tuple[int, str], bytes]:
+        return self.__dict__.setdefault("_contents", {})
 
 
 class ForgetsEndsOnReset(ReferenceConnector):

@@ -27,6 +27,7 @@ from kvconform.explore.workload import Data, Workload, make
 BOTH, MODES = ["reference", "vllm"], ["sync", "async"]
 FIRST: Data = {"add": {"req": "a", "prompt": 8, "max_tokens": 9}}
 AGAIN: Data = {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 4, "id": "a"}}
+ASKED: list[Data] = [{"lookup-only": "a"}, {"abort": "a"}]
 GIVEN_UP: list[Data] = [{"step": 2}, {"land": 2}, {"abort": "a"}]
 
 
@@ -51,6 +52,8 @@ def data_of(*steps: Data, **axes: Any) -> Data:
         (data_of(FIRST, {"step": 2}, {"land": 1}, {"abort": "a"}, AGAIN, scheduling="sync"), True),
         (data_of({"add": {**FIRST["add"], "max_tokens": 2}}, *GIVEN_UP, AGAIN), False),
         (data_of({"add": {**FIRST["add"], "drafts": [2]}}, *GIVEN_UP, AGAIN), False),
+        (data_of(FIRST, *ASKED, AGAIN), True),
+        (data_of(FIRST, ASKED[0], {"step": 1}, ASKED[1], AGAIN), False),
         (data_of(FIRST, *GIVEN_UP, {"add": {"req": "b", "prompt": 8, "max_tokens": 4}}), True),
     ],
 )

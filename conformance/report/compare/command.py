@@ -107,7 +107,7 @@ def show(console: Console, comparison: Comparison) -> None:
         if runs:
             say(f"{words:<11} {many(len(runs), 'run')}, first {escape(runs[0])}")
     if not comparison.flips:
-        say("no verdict changed")
+        say("no requirement has another verdict")
     for flip in comparison.flips:
         style = STYLE.get(flip.kind, "dim") if flip.counts else "dim"
         excused = "" if flip.counts else " (does not count)"
