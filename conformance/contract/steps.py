@@ -425,7 +425,10 @@ class RunStep(BaseStep):
 
 
 class ScheduleStep(BaseStep):
-    """Schedule and execute n times; the outputs stay in the queue."""
+    """Schedule and execute n times; the outputs stay in the queue.
+
+    If it is full, its oldest one is processed first, as the engine core does.
+    """
 
     schedule: PositiveInt
 

@@ -50,8 +50,9 @@ LIMIT = 3600.0
 class Batch(BaseModel):
     """Outcome of some workloads on one variant.
 
-    `failures` has tuples (id of the case, its YAML, requirement, message); `guarantees` maps the
-    guarantees that vLLM broke to how often it did.
+    `failures` has tuples (id of the case, its YAML, requirement, message), also of guarantees that
+    the engine broke and no known bug explains; `guarantees` maps the guarantees that it broke to
+    how often it did.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -154,6 +155,7 @@ def run(turn: Turn) -> Batch:
                     for each in done.failures
                     if each.requirement != NOT_RECOMMENDED.get(name)
                 ]
+                bad += [(each.requirement, each.message) for each in done.unknown]
                 if done.error:
                     bad.append(("harness", done.error))
                 text = text_of(workload.data, f"{name}, seed {workload.seed}")

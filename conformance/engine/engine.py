@@ -215,23 +215,29 @@ class Engine:
         return DraftTokenIds(ids, [[DRAFT_TOKEN] * count for _ in ids])
 
     def iterate(self) -> None:
-        """Do one iteration of the engine core.
+        """Do one iteration of the engine core: fill the queue, or land the oldest step.
 
-        Synchronous: schedule and land. Asynchronous: keep up to `depth` steps in the queue.
+        Steps that the case scheduled and did not land fill the queue, too.
         """
-        if self.depth <= 1:
-            # A step that the case scheduled but has not landed is this iteration's step.
-            if not self.queue and self._has_requests():
-                self.schedule()
-            if self.queue:
-                self.land()
-            return
-        if self._has_requests():
+        if self._has_requests() and not self.is_full:
             self.schedule()
             scheduled = self.queue[-1].output.total_num_scheduled_tokens > 0
-            if len(self.queue) < self.depth and (scheduled or self._has_requests()):
+            if not self.is_full and (scheduled or self._has_requests()):
                 return
         if self.queue:
+            self.land()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many steps are in flight as the engine core has at most; one if synchronous.
+
+        It never schedules another one then.
+        """
+        return len(self.queue) >= self.depth
+
+    def make_room(self) -> None:
+        """Land the oldest step if the queue is full."""
+        if self.is_full:
             self.land()
 
     def shutdown(self, again: bool = False) -> None:

@@ -43,13 +43,17 @@ class Found:
 
 @dataclass
 class Campaign:
-    """Results of all workloads of a campaign."""
+    """Results of all workloads of a campaign.
+
+    `guarantees`: how many workloads broke each guarantee of the engine. `unknown`: those of them
+    that no known bug explains.
+    """
 
     runs: int = 0
     unsupported: int = 0
     reached: Counter[str] = field(default_factory=Counter)
     guarantees: Counter[str] = field(default_factory=Counter)
-    unmarked: Counter[str] = field(default_factory=Counter)
+    unknown: dict[str, Found] = field(default_factory=dict)
     found: dict[Key, Found] = field(default_factory=dict)
     capabilities: dict[str, Any] = field(default_factory=dict)
     errors: list[tuple[Workload, str]] = field(default_factory=list)
@@ -65,7 +69,11 @@ class Campaign:
         self.reached.update(outcome.reached)
         self.new += self.corpus.add(workload, outcome)
         self.guarantees.update(outcome.broken_guarantees)
-        self.unmarked.update(outcome.unmarked)
+        for each in outcome.unknown:
+            if each.requirement in self.unknown:
+                self.unknown[each.requirement].count += 1
+            else:
+                self.unknown[each.requirement] = Found(each, workload)
         if outcome.error is not None:
             self.errors.append((workload, outcome.error))
         new: list[Found] = []
@@ -140,10 +148,10 @@ def reduce(
 ) -> None:
     """Shrink the most frequent failures until they are small, or the pool's time is over.
 
-    `keep` gets a failure whenever its workload has become smaller. `tries`: runs to spend on each.
-    `limit`: failures to shrink.
+    Then the broken guarantees that nothing explains. `keep` gets each whenever its workload has
+    become smaller. `tries`: runs to spend on each. `limit`: failures to shrink.
     """
-    for found in campaign.by_frequency()[:limit]:
+    for found in [*campaign.by_frequency()[:limit], *campaign.unknown.values()]:
         _shrink(pool, found, keep, tries)
 
 
@@ -170,7 +178,7 @@ def _same(pool: Pool, failure: Failure, workload: Workload) -> Failure | None:
     key = failure.key
     requirements = None if key[0] == DIED else [key[0]]
     for _, outcome in pool.outcomes([workload], requirements):
-        for each in outcome.failures:
+        for each in (*outcome.failures, *outcome.unknown):
             if each.key == key:
                 return each
     return None

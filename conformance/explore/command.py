@@ -145,7 +145,8 @@ def run(
 
     def written(found: Found) -> None:
         keep(found, out, again)
-        corpus.fail(found.failure, found.workload, shrunk=found.shrunk)
+        if found.failure.requirement not in campaign.unknown:
+            corpus.fail(found.failure, found.workload, shrunk=found.shrunk)
 
     campaign = Campaign(corpus=corpus)
     interrupted = False
@@ -189,10 +190,13 @@ def _campaign(
     try:
         explore(pool, workloads, campaign, seconds=left, found=found, progress=progress)
     finally:
+        for unknown in campaign.unknown.values():
+            written(unknown)
         campaign.corpus.end()
-    if campaign.found and tries and not pool.over:
-        some = min(len(campaign.found), LIMIT)
-        console.print(f"shrinking {some} of {many(len(campaign.found), 'failure')} ...")
+    total = len(campaign.found) + len(campaign.unknown)
+    if total and tries and not pool.over:
+        some = min(len(campaign.found), LIMIT) + len(campaign.unknown)
+        console.print(f"shrinking {some} of {many(total, 'failure')} ...")
         reduce(pool, campaign, written, tries=tries, limit=LIMIT)
         campaign.corpus.end()
 

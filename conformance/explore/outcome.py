@@ -16,7 +16,7 @@ from typing import Any
 
 from kvconform.config.target import Target
 from kvconform.contract.loader import Spec, explained, load_spec
-from kvconform.contract.references import Mark
+from kvconform.contract.references import Entry
 from kvconform.contract.requirement import Requirement
 from kvconform.explore.workload import Data, Workload
 from kvconform.judge.records import Row
@@ -125,13 +125,14 @@ class Failure:
 class Outcome:
     """Outcome of one workload; `error`: what prevented a verdict.
 
-    `unmarked` are the broken guarantees that a known bug of vLLM breaks, too, but without the mark
-    of that bug: another one broke them. `capabilities` are those of the connector.
+    `unknown` are the broken guarantees that no known bug of vLLM explains; one that a known bug
+    breaks counts if the mark of that bug does not precede it. `capabilities` are those of the
+    connector.
     """
 
     failures: list[Failure] = field(default_factory=list)
     broken_guarantees: list[str] = field(default_factory=list)
-    unmarked: list[str] = field(default_factory=list)
+    unknown: list[Failure] = field(default_factory=list)
     reached: list[str] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     error: str | None = None
@@ -173,21 +174,21 @@ def outcome(
         return Outcome(error=f"{unclear.requirement}: {unclear.message}", reached=reached(trace))
     failures: list[Failure] = []
     broken_guarantees: list[str] = []
-    unmarked: list[str] = []
+    unknown: list[Failure] = []
     for row in report.rows:
         if row.verdict != "FAIL":
             continue
         if row.kind != "requirement":
             broken_guarantees.append(row.requirement)
-            mark = _marks().get(row.requirement)
-            if mark is not None and not mark.precedes(trace, row.event):
-                unmarked.append(row.requirement)
+            bug = _known().get(row.requirement)
+            if bug is None or (bug.mark and not bug.mark.precedes(trace, row.event)):
+                unknown.append(_failure(row, trace))
         elif row.gating or row.risk:
             failures.append(_failure(row, trace))
     return Outcome(
         failures=failures,
         broken_guarantees=broken_guarantees,
-        unmarked=unmarked,
+        unknown=unknown,
         reached=reached(trace),
         pairs=pairs_of(workload.data, report.rows, trace),
         unsupported=not trace,
@@ -196,9 +197,9 @@ def outcome(
 
 
 @cache
-def _marks() -> dict[str, Mark]:
-    """Map guarantees that a known bug of vLLM breaks to the mark of that bug."""
-    return {name: bug.mark for name, bug in explained(load_spec()).items() if bug.mark}
+def _known() -> dict[str, Entry]:
+    """Map guarantees that a known bug of vLLM breaks to that bug."""
+    return explained(load_spec())
 
 
 def _failure(row: Row, trace: list[dict[str, Any]]) -> Failure:

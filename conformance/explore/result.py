@@ -155,14 +155,17 @@ def _engine(console: Console, campaign: Campaign) -> None:
         why = "NOT KNOWN: a fault of the engine or of this suite"
         if name in known:
             why = f"known: {known[name].id}, docs/engine-findings.md"
-        if unlike := campaign.unmarked[name]:
-            why = f"{unlike} of them NOT KNOWN: without the mark of {known[name].id}"
+        unknown = campaign.unknown.get(name)
+        if unknown is not None and name in known:
+            why = f"{unknown.count} of them NOT KNOWN: without the mark of {known[name].id}"
         paragraph(
             console,
             "vLLM",
             f"guarantee {name} was broken in {many(count, 'workload')} ({why});"
             " not the connector's fault",
         )
+        if unknown is not None and unknown.path is not None:
+            paragraph(console, "case", str(unknown.path))
 
 
 def _failure(console: Console, found: Found) -> None:

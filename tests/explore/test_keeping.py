@@ -96,6 +96,25 @@ def test_a_failure_is_a_case_before_the_next_workload_runs(tmp_path: Path) -> No
     assert f"{AGAIN} --case {path} --seed" in text and "not shrunk to the end" in text
 
 
+def test_a_broken_guarantee_that_nothing_explains_is_shrunk_to_a_case(tmp_path: Path) -> None:
+    def answer(workload: Workload) -> Outcome:
+        unknown = [Failure("engine.real-is-known", MESSAGE, step=1)]
+        return Outcome(broken_guarantees=["engine.real-is-known"], unknown=unknown)
+
+    campaign = campaign_of(FakePool(answer), some(3), lambda found: pytest.fail("it is no failure"))
+    assert campaign.unknown["engine.real-is-known"].count == 3 and not campaign.found
+    reduce(
+        cast(Pool, FakePool(answer)),
+        campaign,
+        lambda found: keep(found, tmp_path, AGAIN),
+        tries=9,
+        limit=0,
+    )
+    [path] = tmp_path.iterdir()
+    text = " ".join(printed(campaign, width=200).split())
+    assert "broken in 3 workloads (3 of them NOT KNOWN" in text and str(path) in text
+
+
 def test_a_failure_is_printed_when_it_is_found(tmp_path: Path) -> None:
     out = io.StringIO()
     found = Found(Failure("save.confirmed", MESSAGE), some(1)[0], path=tmp_path / "a.yaml")

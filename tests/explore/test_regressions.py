@@ -90,21 +90,21 @@ def test_what_vllm_breaks_is_known_by_name(
     found = outcome(workload, TARGET, SPEC, tmp_path / "run")
     assert found.error is None and not found.failures
     assert broken <= set(found.broken_guarantees) <= set(explained(SPEC))
-    assert found.unmarked == []
+    assert found.unknown == []
 
 
 def test_a_known_bug_is_known_by_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by its symptom alone: without the event that begins it, another bug broke it."""
-    known = explained(SPEC)["engine.reset-returns"].mark
-    assert known is not None
-    assert known.event == "cache.reset"
-    marks = {"engine.reset-returns": Mark(event="transfer.failed")}
-    monkeypatch.setattr("kvconform.explore.outcome._marks", lambda: marks)
+    known = explained(SPEC)["engine.reset-returns"]
+    assert known.mark is not None
+    assert known.mark.event == "cache.reset"
+    other = known.model_copy(update={"mark": Mark(event="transfer.failed")})
+    monkeypatch.setattr("kvconform.explore.outcome._known", lambda: {"engine.reset-returns": other})
     workload = mended(
         RESET, engine="vllm", scheduling="async", config={}, relations=["no-connector"]
     )
     found = outcome(workload, TARGET, SPEC, tmp_path / "run")
-    assert found.unmarked == ["engine.reset-returns"]
+    assert [each.requirement for each in found.unknown] == ["engine.reset-returns"]
 
 
 def test_who_makes_kv_up_has_nothing_to_forget(tmp_path: Path) -> None:

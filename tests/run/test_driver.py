@@ -14,6 +14,7 @@ from core_rig import REFERENCE, RESTART, ROUND_TRIP, check_ok, make_case, run_ca
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
 from kvconform.engine.batch import Batch
+from kvconform.engine.engine import Engine
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.run.case import run_and_judge
 from kvconform.run.driver import REST_STEPS
@@ -322,3 +323,29 @@ def test_who_asks_again_has_steps_without_work_before_unless_requests_would_go_o
         assert run.harness_error is None
         empty.append(sum(e["kind"] == "step.scheduled" and e["empty"] for e in run.trace))
     assert empty[1] - empty[0] == more
+
+
+# -- steps in flight
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("then", [{"run": {}}, {"schedule": 2}, {"idle": 1}])
+def test_never_more_steps_are_in_flight_than_the_engine_core_has(
+    engine: str, depth: int, then: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 0
+    schedule = Engine.schedule
+
+    def counted(self: Engine) -> None:
+        nonlocal most
+        schedule(self)
+        most = max(most, len(self.queue))
+
+    monkeypatch.setattr(Engine, "schedule", counted)
+    steps: Steps = [{"add": {"req": "a", "prompt": 5, "max_tokens": 9}}, {"schedule": 4}, then]
+    scheduling = "sync" if depth == 1 else "async"
+    check_ok(
+        run_case(REFERENCE, steps, tmp_path, engine=engine, scheduling=scheduling, depth=depth)
+    )
+    assert most == depth
