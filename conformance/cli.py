@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import functools
 import inspect
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -482,6 +483,9 @@ def _refuse_empty(arguments: list[str]) -> None:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the program: print one sentence for an error, and a traceback only with --debug."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in ("stdout", "stderr"):  # None if the shell has closed it
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
     debug = "--debug" in arguments
     arguments = [word for word in arguments if word != "--debug"]
@@ -513,12 +517,23 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             where = f" to {error.filename}" if error.filename else ""
             typer.echo(f"kvconform: cannot write{where}: {error.strerror}", err=True)
             status = EnvironmentProblem.code
+        elif isinstance(error, FileNotFoundError) and not _in_a_directory():
+            typer.echo("kvconform: the current directory does not exist any more", err=True)
+            status = EnvironmentProblem.code
         else:
             first = (str(error).splitlines() or [""])[0]
             sentence = f"internal error, {type(error).__name__}: {first} (--debug shows where)"
             typer.echo(f"kvconform: {sentence}", err=True)
             status = 3
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _in_a_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _lacks_vllm(error: Exception) -> bool:

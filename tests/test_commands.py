@@ -183,6 +183,20 @@ def test_a_full_disk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     )
 
 
+def test_a_directory_that_is_gone_and_streams_that_the_shell_has_closed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    code, _, err = kvconform(capsys, "run")
+    assert (code, err) == (3, "kvconform: the current directory does not exist any more\n")
+    monkeypatch.setattr("sys.stdout", None)
+    code, _, err = kvconform(capsys, "version")
+    assert (code, err) == (0, "")
+
+
 @pytest.mark.parametrize("name", ["vllm", "numpy"])
 def test_a_command_that_needs_vllm_says_so_where_it_is_missing(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kvconform.compat.installed import check_vllm
+from kvconform.config.exists import check_connector_exists
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.init import write
 from kvconform.init.find import Found, find, hands_over, named
@@ -58,7 +59,8 @@ def command(
     elif not repository.is_dir():
         raise UsageError(f"there is no folder {repository}")
     here = origin()
-    for file in write.write(repository, _files(repository, connector, here)):
+    files = _files(repository, connector, here, is_judged=run)
+    for file in write.write(repository, files):
         if file.kept and template is not None:
             continue  # it is part of the template, which is new
         typer.echo(f"{'kept ' if file.kept else 'wrote'}   {file.path}")
@@ -79,14 +81,21 @@ def command(
     _judge(repository, workers)
 
 
-def _files(repository: Path, connector: str | None, here: Origin) -> dict[str, str]:
-    """Return the repository's files by path; "" for the settings if they exist already."""
+def _files(
+    repository: Path, connector: str | None, here: Origin, *, is_judged: bool
+) -> dict[str, str]:
+    """Return the repository's files by path; "" for the settings if they exist already.
+
+    UsageError for a connector that is to be judged and does not exist, so that nothing is written.
+    """
     place, known = _configured(repository)
     if known and connector and known != connector:
         raise UsageError(f"{place} names {known}: change it there")
     found: Found | None = None
     if not known:
         found = find(repository) if connector is None else named(repository, connector)
+    if connector and not known and found is None and is_judged:
+        check_connector_exists(connector, [str(repository)])
     if found is not None:
         typer.echo(f"found   {found.connector}, {found.file.relative_to(repository)}:{found.line}")
         if hands_over(found):

@@ -163,6 +163,12 @@ def test_what_is_wrong_is_told_in_a_sentence(
     assert done.value.code == 2 and sentence in said and said.count("\n") == 1
 
 
+def test_nothing_is_written_for_a_connector_that_does_not_exist(repository: Path) -> None:
+    done = init(repository, "--connector", "acme:Acne")
+    assert done.returncode == 2 and "did you mean Acme?" in done.stderr
+    assert [each.name for each in repository.iterdir()] == ["acme.py"]
+
+
 def test_the_written_test_runs_the_connector(repository: Path) -> None:
     (repository / "kvconform.toml").write_text('connector = "json:Fake"\n', encoding="utf-8")
     init(repository, "--no-run")
