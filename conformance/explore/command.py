@@ -121,6 +121,9 @@ def run(
     )
     check_router(settings.router, settings.pythonpath)
     warnings += unmentioned(settings.connector, settings.all_options, settings.pythonpath)
+    check_writable("--out", out)
+    corpus = Corpus(database(places) if places else None, settings.catalogue or settings.connector)
+    corpus.begin()
     for warning in warnings:
         paragraph(console, "warning", warning)
     seed = settings.seed + (int(time.time()) // 86_400 if chosen.daily else 0)
@@ -128,9 +131,6 @@ def run(
         f"kvconform explore  {settings.connector}  vLLM {vllm}"
         f" · profile {profile}: {chosen.text} · seed {seed}"
     )
-    check_writable("--out", out)
-    corpus = Corpus(database(places) if places else None, settings.catalogue or settings.connector)
-    corpus.begin()
     if corpus.campaign:
         console.print(
             f"corpus       {len(corpus.seeds)} workloads, {len(corpus.pairs)} pairs reached,"
