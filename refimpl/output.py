@@ -32,7 +32,7 @@ def land(
     reported = result.kv_connector_output
     failed: set[str] = set()
     if reported:
-        failed = transfers.failed_loads(engine, reported, output.num_scheduled_tokens)
+        failed = transfers.failed_loads(engine, reported)
 
     scheduled = engine.in_flight.pop(id(output), (output, engine.requests))[1]
     outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)

@@ -13,9 +13,7 @@ from kvconform.refimpl.errors import EngineAssertion
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
-def failed_loads(
-    engine: Engine, reported: KVConnectorOutput, scheduled: dict[str, int]
-) -> set[str]:
+def failed_loads(engine: Engine, reported: KVConnectorOutput) -> set[str]:
     """Cut back every request that a failed load touches.
 
     Returns the ids of the requests whose output of this step does not count. With the policy
@@ -32,10 +30,10 @@ def failed_loads(
             if recompute:
                 request.num_computed_tokens = 0
     holding = [request for request in engine.kv_holding_waiting if request.status == LOADING]
-    loading |= _cut_back(engine, holding, invalid, scheduled, evict=False)
+    loading |= _cut_back(engine, holding, invalid, evict=False)
     # Recomputed blocks stay in the prefix cache: the requests that share them are cut back too, and
     # the first of them computes the blocks.
-    running = _cut_back(engine, engine.running, invalid, scheduled, evict=not recompute)
+    running = _cut_back(engine, engine.running, invalid, evict=not recompute)
     if not recompute:
         return loading | running
     engine.failed_recving_kv_req_ids |= loading
@@ -55,14 +53,14 @@ def _cut_back(
     engine: Engine,
     requests: list[Request],
     invalid: set[int],
-    scheduled: dict[str, int],
     *,
     evict: bool,
 ) -> set[str]:
     """Set C of each request to the start of the first invalid block that it has to recompute.
 
     An invalid block is recomputed by the first request that has it. The others only fall back to
-    before this step. Returns the ids of all requests that have an invalid block.
+    before this step; what later steps in flight compute rests on the block, too, and does not
+    count. Returns the ids of all requests that have an invalid block.
     """
     affected: set[str] = set()
     if not invalid:
@@ -70,7 +68,8 @@ def _cut_back(
     block_size = engine.settings.block_size
     taken: set[int] = set()  # blocks that an earlier request recomputes
     for request in requests:
-        computed = request.num_computed_tokens - scheduled.get(request.request_id, 0)
+        counted = request.num_in_flight_tokens - request.num_stale_output_tokens
+        computed = request.num_computed_tokens - counted
         table = engine.kv_cache_manager.get_block_ids(request.request_id)[0]
         computed_blocks = table[: max(0, -(-computed // block_size))]
         bad = [i for i, block_id in enumerate(computed_blocks) if block_id in invalid]

@@ -5,6 +5,7 @@ It happens around a load that failed, in four ways:
 
 - Under asynchronous scheduling, vLLM takes back the computed tokens of a synchronous load that
   failed, but not the tokens in flight (bug B004). From then on it computes from the wrong position.
+  So it does with other requests that share the blocks and have a later step in flight.
 - It leaves the blocks of a failed load in its own prefix cache, to be computed again, and those
   that were computed upon it. If their request is preempted first, the cache serves them as they
   are.
@@ -150,14 +151,19 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
     load failed, one that is starved has a load that failed.
     """
     failed: dict[tuple[str | None, int], str] = {}  # (engine, block) -> request whose load failed
-    unheard: set[str] = set()  # of these, the requests whose failure the engine has not heard of
+    unheard: dict[str, int] = {}  # of these, the requests of whose failure, in this step, the
+    # engine has not heard
     tables: dict[tuple[str | None, str], list[int]] = {}  # blocks of requests that have run
+    rows: dict[tuple[str | None, str], deque[tuple[int, int]]] = {}  # their (step, first position)
+    most: dict[tuple[str | None, str], int] = {}  # where they have to go on at the latest
     finished: dict[tuple[str | None, str, int], int] = {}  # (engine, request, generation) -> step
     waiting: dict[tuple[str | None, str], tuple[int, str]] = {}  # starved requests
     for e in trace:
         kind = e["kind"]
         if kind == "req.finished" or (kind == "req.state" and e["reason"] == "rollback"):
-            unheard.discard(e["req"])
+            step = unheard.pop(e["req"], None)
+            if step is not None:
+                most.update(_overtaken(failed, tables, rows, e.get("on"), step))
         if kind == "lookup" and e.get("starved"):
             waiting[e.get("on"), e["req"]] = e["seq"], STARVED.format(req=e["req"])
         elif kind in ("alloc", "req.finished"):
@@ -168,7 +174,13 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             guarantee = f"engine.relays-{e['way']}"
             return e["seq"], RELAYED.format(what=", ".join(e["what"]), guarantee=guarantee)
         if kind == "req.scheduled":
-            tables[e.get("on"), e["req"]] = e["table"]
+            key = e.get("on"), e["req"]
+            tables[key] = e["table"]
+            rows.setdefault(key, deque(maxlen=MOST_IN_FLIGHT)).append(
+                (e["step"], e["output_computed"])
+            )
+            if e["output_computed"] > most.pop(key, e["output_computed"]):
+                return e["seq"], MISCOUNTED.format(req=e["req"])
         if kind in ("req.finished", "sample"):
             who = e.get("on"), e["req"], e["generation"]
             if e["step"] > finished.get(who, e["step"]):
@@ -178,7 +190,7 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
         elif kind == "transfer.failed":
             if not e["is_async"]:
                 failed.update({(e.get("on"), block): e["req"] for block in e["blocks"]})
-                unheard.add(e["req"])
+                unheard[e["req"]] = e["step"]
         elif failed and kind == "req.state" and e["reason"] == "rollback":
             held = tables.get((e.get("on"), e["req"]), [])
             touched = any((e.get("on"), block) in failed for block in held)
@@ -192,3 +204,28 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             if any(req not in unheard for req in sources):
                 return e["seq"], READ.format(req=e["req"])
     return None
+
+
+MOST_IN_FLIGHT = 8
+"""More steps than an engine has in flight."""
+
+
+def _overtaken(
+    failed: Mapping[tuple[str | None, int], str],
+    tables: Mapping[tuple[str | None, str], list[int]],
+    rows: Mapping[tuple[str | None, str], Iterable[tuple[int, int]]],
+    on: str | None,
+    step: int,
+) -> dict[tuple[str | None, str], int]:
+    """Return the requests that had a later step in flight when a load of `step` had failed.
+
+    Each has a failed block. The number is the first position that it computed in one of these
+    steps: all that it computed from there on is unsound.
+    """
+    found = {}
+    for key, table in tables.items():
+        if key[0] == on and any((on, block) in failed for block in table):
+            late = [start for of, start in rows[key] if of >= step]
+            if any(of > step for of, _ in rows[key]):
+                found[key] = min(late)
+    return found

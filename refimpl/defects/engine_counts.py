@@ -191,12 +191,10 @@ def keeps_rejections_altogether(land: Any, engine: Engine, output: Any, result: 
 
 
 @targets.FAILED_LOADS.replaced_by
-def keeps_placeholders_of_a_failed_load(
-    failed_loads: Any, engine: Engine, reported: Any, scheduled: dict[str, int]
-) -> Any:
+def keeps_placeholders_of_a_failed_load(failed_loads: Any, engine: Engine, reported: Any) -> Any:
     """Roll back a request whose load has failed, but not its placeholders (B004)."""
     before = {request: request.num_output_placeholders for request in engine.running}
-    found = failed_loads(engine, reported, scheduled)
+    found = failed_loads(engine, reported)
     for request, count in before.items():
         if request.request_id in found:
             request.num_output_placeholders = count
@@ -204,12 +202,10 @@ def keeps_placeholders_of_a_failed_load(
 
 
 @targets.FAILED_LOADS.replaced_by
-def overlooks_a_failed_load(
-    failed_loads: Any, engine: Engine, reported: Any, scheduled: dict[str, int]
-) -> Any:
+def overlooks_a_failed_load(failed_loads: Any, engine: Engine, reported: Any) -> Any:
     """Roll back only the first of several requests that share a failed block (B070)."""
     before = {request: request.num_computed_tokens for request in engine.running}
-    found = failed_loads(engine, reported, scheduled)
+    found = failed_loads(engine, reported)
     hit = [request for request in before if request.request_id in found]
     for request in hit[1:]:
         request.num_computed_tokens = before[request]
