@@ -65,6 +65,22 @@ def test_tokens_computed_on_a_failed_synchronous_load_do_not_count() -> None:
     assert "P1 F0 N16" in next(line for line in theirs.story if line.startswith("end"))
 
 
+def test_who_shares_a_failed_block_falls_back_to_before_all_its_steps_in_flight() -> None:
+    prompt = tuple(range(7))
+    asks = (
+        Ask("d", prompt, 1, answers=((4, False),), failures=((0,),)),
+        Ask("e", prompt, 4),
+    )
+    ours, theirs = pair(Setup(scheduling="async"), *asks)
+    for rig in (ours, theirs):
+        for _ in range(2):
+            rig.step()
+    assert ours.requests["d"].num_computed_tokens == theirs.requests["d"].num_computed_tokens == 0
+    assert ours.requests["e"].num_computed_tokens == 4
+    # position 4 was computed on the failed block, and is not computed again
+    assert theirs.requests["e"].num_computed_tokens == 5
+
+
 def test_padding_gives_way_to_the_limit_for_long_prefills() -> None:
     setup = Setup(spec=3, long_prefill=3)
     asks = (

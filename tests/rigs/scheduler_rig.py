@@ -406,12 +406,14 @@ def repair(scheduler: Any) -> Any:
     def cut_back_and_drop(
         invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
     ) -> set[str]:
+        is_new = hasattr(scheduler, "decode_stagger")
+        if is_new:  # later steps in flight rest on the failed load, too
+            num_scheduled_tokens = {
+                request.request_id: request.num_in_flight_tokens - request.num_stale_output_tokens
+                for request in scheduler.running
+            }
         affected = cut_back(invalid_block_ids, num_scheduled_tokens)
-        for request in (
-            scheduler.running
-            if scheduler.recompute_kv_load_failures and hasattr(scheduler, "decode_stagger")
-            else ()
-        ):
+        for request in scheduler.running if scheduler.recompute_kv_load_failures and is_new else ():
             if request.request_id in affected:
                 request.num_output_placeholders, request.spec_token_ids = 0, []
                 request.num_stale_output_tokens, request.drop_stale_output = (
