@@ -695,8 +695,21 @@ def _resets_common_store(case: Case) -> bool:
 def _resets_before_work(case: Case) -> bool:
     # A producer's blocks are not kept for the steps in flight: it is told that the reset worked.
     roles = {*case.config.roles.values()} or {case.config.role}
-    resets = any(step.op == "reset" and step.arg.connector for step in case.steps)
-    return case.late_workers and resets and roles != {"kv_producer"}
+    return case.late_workers and roles != {"kv_producer"} and _resets_in_flight(case.steps)
+
+
+def _resets_in_flight(steps: Sequence[Step]) -> bool:
+    """Return whether the connector is reset while steps may be in flight, or in a soak."""
+    flying = False
+    for step in steps:
+        if step.op == "run":
+            flying = step.arg.until is not None or step.arg.max is not None
+        elif step.op in ("step", "schedule", "idle"):
+            flying = True
+        elif step.op == "reset" and step.arg.connector and flying:
+            return True
+    ops = [step.op for step in steps]
+    return "soak" in ops and "reset" in ops[: ops.index("soak")]
 
 
 def _alters_params(case: Case, *, to_nothing: bool) -> bool:

@@ -519,7 +519,8 @@ _kind(
     "blocks:list shared_blocks:list second_call:bool computed:int tables:list unfilled:list?",
     "update_state_after_alloc was called: the grant. tables = per KV cache group: tokens per "
     "block, window of the next token (0: none), block ids. unfilled = shared blocks whose load "
-    "failed, or that were computed upon one that did, and that have not been computed since.",
+    "had failed, as the engine knew, or that were computed upon one that had, and that have not "
+    "been computed since.",
 )
 _kind(
     "step.scheduled",
@@ -537,8 +538,8 @@ _kind(
     "prefill_ids:int? told:int unfilled:list?",
     "One request's share of a step. computed: before it advances; final_before, final_after "
     "= tokens whose KV is final; told = blocks at the table's start that earlier outputs "
-    "included; unfilled = blocks before its first position whose load failed, or that were "
-    "computed upon one that did, and that have not been computed since.",
+    "included; unfilled = blocks before its first position whose load failed, and that have "
+    "not been computed since.",
 )
 _kind(
     "req.interrupted",
@@ -577,11 +578,11 @@ _kind(
     "content was copied to it); in_flight = a step that has not landed writes to it.",
 )
 _kind(
-    "block.pinned",
+    "block.freed",
     "sched",
-    "op:str id:int held:int",
-    "The connector took a reference to a block of the engine's pool, or gave one back (op: take, "
-    "give), within one of its hooks; held = how many it has now.",
+    "id:int refs:int held:int",
+    "The connector freed a reference to a block of the engine's pool within one of its hooks; refs = "
+    "those that are left; held = these without one for each block table that has the block.",
 )
 _kind(
     "block.published",

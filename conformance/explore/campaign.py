@@ -116,18 +116,23 @@ def explore(
     *,
     seconds: float | None,
     found: Callable[[Found], None],
+    unknown: Callable[[Found], None],
     progress: Callable[[Campaign], None],
 ) -> None:
     """Run the workloads and add their results to the campaign.
 
-    No further one is started after `seconds`, or before that if there are failures to shrink.
-    `found` gets each new failure at once. `progress` is called after each workload.
+    No further one is started after `seconds`, or before that if there is something to shrink.
+    `found` gets each new failure at once, `unknown` each new guarantee that was broken and that no
+    known bug explains. `progress` is called after each workload.
     """
     began = time.monotonic()
     limited = workloads if seconds is None else _until(workloads, campaign, began, seconds)
     for workload, outcome in pool.outcomes(limited):
+        before = set(campaign.unknown)
         for new in campaign.add(workload, outcome):
             found(new)
+        for name in campaign.unknown.keys() - before:
+            unknown(campaign.unknown[name])
         campaign.seconds = time.monotonic() - began
         progress(campaign)
 
@@ -135,9 +140,9 @@ def explore(
 def _until(
     workloads: Iterable[Workload], campaign: Campaign, began: float, seconds: float
 ) -> Iterator[Workload]:
-    """Yield workloads until the time is over; leave SHRINKING of it if something failed."""
+    """Yield workloads until the time is over; leave SHRINKING of it if something was found."""
     for workload in workloads:
-        share = 1 - SHRINKING if campaign.found else 1
+        share = 1 - SHRINKING if campaign.found or campaign.unknown else 1
         if time.monotonic() - began > share * seconds:
             return
         yield workload

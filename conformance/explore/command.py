@@ -188,10 +188,16 @@ def _campaign(
     left = None if pool.end is None else pool.end - time.monotonic()
     progress = _Progress(console, count).print
     try:
-        explore(pool, workloads, campaign, seconds=left, found=found, progress=progress)
+        explore(
+            pool,
+            workloads,
+            campaign,
+            seconds=left,
+            found=found,
+            unknown=written,
+            progress=progress,
+        )
     finally:
-        for unknown in campaign.unknown.values():
-            written(unknown)
         campaign.corpus.end()
     total = len(campaign.found) + len(campaign.unknown)
     if total and tries and not pool.over:

@@ -707,16 +707,16 @@ def _registered(e: Event) -> str:
     )
 
 
-def _pinned(e: Event) -> str:
-    if e["op"] == "take":
-        return f"the connector took a reference to block {e['id']} of the engine's pool"
+def _freed(e: Event) -> str:
     freed = f"the connector freed a reference to block {e['id']} of the engine's pool"
-    times = many(-e["held"], "time")
-    return f"{freed}, {times} more often than it took one" if e["held"] < 0 else freed
+    if e["held"] >= 0:
+        return freed
+    tables = many(e["refs"] - e["held"], "block table")
+    return f"{freed}, which leaves {many(e['refs'], 'reference')} for {tables}"
 
 
 _TEXT: dict[str, Callable[[Event], str]] = {
-    "block.pinned": _pinned,
+    "block.freed": _freed,
     "kv.wrong": _wrong,
     "kv.changed": _changed,
     "load.due": _due,

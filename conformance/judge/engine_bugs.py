@@ -51,11 +51,12 @@ STARVED = (
 def note_unfilled(trace: Trace) -> None:
     """Fill in `unfilled` of alloc and req.scheduled events: blocks whose synchronous load failed.
 
-    Of an alloc, these are shared blocks, those that were computed upon a failed load included. Of a
-    request that is scheduled, they are blocks before its first position of the step whose own load
-    failed: that it goes on from what it computed itself upon such a load is a fault of its own,
-    which no known bug excuses. Blocks that have been computed to their end since are left out; the
-    step under way counts. Changes these events.
+    Of an alloc, these are shared blocks, those that were computed upon a failed load included, if
+    the engine had heard of the failure by then. Of a request that is scheduled, they are blocks
+    before its first position of the step whose own load failed: that it goes on from what it
+    computed itself upon such a load is a fault of its own, which no known bug excuses. Blocks that
+    have been computed to their end since are left out; the step under way counts. Changes these
+    events.
     """
     events = trace.events
     if not any([e["kind"] == "transfer.failed" and not e["is_async"] for e in events]):
@@ -64,6 +65,8 @@ def note_unfilled(trace: Trace) -> None:
         return
     failed: Slots = {}
     upon: Slots = {}  # the same of blocks that were computed upon a failed load
+    sources: dict[Key, str] = {}  # of both, the requests whose load failed
+    heard: dict[str, int] = {}  # since when the engine knows of these failures
     open_allocs: list[Event] = []
     open_rows: list[Event] = []
     recent: deque[Event] = deque(maxlen=RECENT)
@@ -81,8 +84,12 @@ def note_unfilled(trace: Trace) -> None:
             every = e["block_size"]
         elif kind == "transfer.failed" and not e["is_async"]:
             failed.update({(on, block): set(range(size)) for block in e["blocks"]})
+            sources.update({(on, block): e["req"] for block in e["blocks"]})
+            heard.pop(e["req"], None)
             for row in [r for r in recent if r.get("on") == on and r["step"] >= e["step"]]:
-                _compute(failed, upon, row, size)
+                _compute(failed, upon, sources, row, size)
+        elif _hears(e):
+            heard.setdefault(e["req"], e["seq"])
         elif kind == "alloc":
             trace.amend(e, unfilled=[])
             if failed or upon:
@@ -93,7 +100,7 @@ def note_unfilled(trace: Trace) -> None:
         elif kind == "req.scheduled":
             recent.append(e)
             if failed or upon:
-                _compute(failed, upon, e, size)
+                _compute(failed, upon, sources, e, size)
                 open_rows.append(e)
         elif kind == "worker.step_begin" and (open_allocs or open_rows):
             # Late workers begin a step when later ones have been scheduled.
@@ -106,7 +113,9 @@ def note_unfilled(trace: Trace) -> None:
                 open_allocs.remove(alloc)
                 shared = alloc["shared_blocks"]
                 keys = [(alloc.get("on"), block) for block in shared]
-                unfilled = [key[1] for key in keys if key in failed or key in upon]
+                bad = [key for key in keys if key in failed or key in upon]
+                known = alloc["seq"]
+                unfilled = [key[1] for key in bad if heard.get(sources[key], known) < known]
                 trace.amend(alloc, unfilled=unfilled)
 
 
@@ -114,30 +123,44 @@ RECENT = 64
 """Rows that may have been scheduled before a load of their step failed."""
 
 
-Slots: TypeAlias = dict[tuple[str | None, int], set[int]]
-"""(engine, block) -> slots of the block that are still to be computed again."""
+Key: TypeAlias = tuple[str | None, int]
+"""An engine, and a block of its pool."""
+Slots: TypeAlias = dict[Key, set[int]]
+"""The slots of a block that are still to be computed again."""
 
 
-def _compute(failed: Slots, upon: Slots, row: Event, size: int) -> None:
+def _hears(e: Mapping[str, Any]) -> bool:
+    """Return whether an event shows that the engine has heard of a request's failed load."""
+    return bool(
+        e["kind"] == "req.finished" or (e["kind"] == "req.state" and e["reason"] == "rollback")
+    )
+
+
+def _compute(failed: Slots, upon: Slots, sources: dict[Key, str], row: Event, size: int) -> None:
     """Take what a request computes out of both, or add it to `upon` if it rests on such slots."""
     on, table, start = row.get("on"), row["table"], row["output_computed"]
     end = min(start + row["scheduled"], len(table) * size)
-    is_unsound = any(
-        index * size + slot < start
-        for index, block in enumerate(table[: -(-start // size)])
-        for slots in (failed, upon)
-        for slot in slots.get((on, block), ())
+    unsound = next(
+        (
+            (on, block)
+            for index, block in enumerate(table[: -(-start // size)])
+            for slots in (failed, upon)
+            for slot in slots.get((on, block), ())
+            if index * size + slot < start
+        ),
+        None,
     )
     for position in range(start, end):
         key, slot = (on, table[position // size]), position % size
         _fill(failed, key, slot)
-        if is_unsound:
+        if unsound is not None:
             upon.setdefault(key, set()).add(slot)
+            sources[key] = sources[unsound]
         else:
             _fill(upon, key, slot)
 
 
-def _fill(slots: Slots, key: tuple[str | None, int], slot: int) -> None:
+def _fill(slots: Slots, key: Key, slot: int) -> None:
     if key in slots:
         slots[key].discard(slot)
         if not slots[key]:
@@ -150,20 +173,27 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
     Each bug has a mark of its own: a request that is miscounted has a block whose synchronous
     load failed, one that is starved has a load that failed.
     """
-    failed: dict[tuple[str | None, int], str] = {}  # (engine, block) -> request whose load failed
-    unheard: dict[str, int] = {}  # of these, the requests of whose failure, in this step, the
-    # engine has not heard
+    failed: dict[Key, str] = {}  # the requests whose load failed
+    unheard: dict[str, Mapping[str, Any]] = {}  # the failures of which the engine has not heard
     tables: dict[tuple[str | None, str], list[int]] = {}  # blocks of requests that have run
     rows: dict[tuple[str | None, str], deque[tuple[int, int]]] = {}  # their (step, first position)
     most: dict[tuple[str | None, str], int] = {}  # where they have to go on at the latest
+    falls_back = False  # the engine takes back what later steps in flight compute
     finished: dict[tuple[str | None, str, int], int] = {}  # (engine, request, generation) -> step
     waiting: dict[tuple[str | None, str], tuple[int, str]] = {}  # starved requests
     for e in trace:
         kind = e["kind"]
-        if kind == "req.finished" or (kind == "req.state" and e["reason"] == "rollback"):
-            step = unheard.pop(e["req"], None)
-            if step is not None:
-                most.update(_overtaken(failed, tables, rows, e.get("on"), step))
+        if kind == "run.start":
+            falls_back = e.get("engine") == "reference"
+        elif _hears(e):
+            failure = unheard.pop(e["req"], None)
+            if failure is not None and not falls_back:
+                most.update(_overtaken(failure, tables, rows))
+        elif kind == "block" and e["op"] == "alloc":
+            failed.pop((e.get("on"), e["id"]), None)
+        if kind == "req.finished" or (kind == "req.state" and e["to"] == "PREEMPTED"):
+            for each in (tables, rows, most):
+                each.pop((e.get("on"), e["req"]), None)
         if kind == "lookup" and e.get("starved"):
             waiting[e.get("on"), e["req"]] = e["seq"], STARVED.format(req=e["req"])
         elif kind in ("alloc", "req.finished"):
@@ -190,7 +220,7 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
         elif kind == "transfer.failed":
             if not e["is_async"]:
                 failed.update({(e.get("on"), block): e["req"] for block in e["blocks"]})
-                unheard[e["req"]] = e["step"]
+                unheard[e["req"]] = e
         elif failed and kind == "req.state" and e["reason"] == "rollback":
             held = tables.get((e.get("on"), e["req"]), [])
             touched = any((e.get("on"), block) in failed for block in held)
@@ -211,21 +241,19 @@ MOST_IN_FLIGHT = 8
 
 
 def _overtaken(
-    failed: Mapping[tuple[str | None, int], str],
+    failure: Mapping[str, Any],
     tables: Mapping[tuple[str | None, str], list[int]],
     rows: Mapping[tuple[str | None, str], Iterable[tuple[int, int]]],
-    on: str | None,
-    step: int,
 ) -> dict[tuple[str | None, str], int]:
-    """Return the requests that had a later step in flight when a load of `step` had failed.
+    """Return the requests that had a later step in flight when the engine heard of a failed load.
 
-    Each has a failed block. The number is the first position that it computed in one of these
+    Each has a block of that load. The number is the first position that it computed in one of these
     steps: all that it computed from there on is unsound.
     """
     found = {}
     for key, table in tables.items():
-        if key[0] == on and any((on, block) in failed for block in table):
-            late = [start for of, start in rows[key] if of >= step]
-            if any(of > step for of, _ in rows[key]):
-                found[key] = min(late)
+        if key[0] == failure.get("on") and not set(failure["blocks"]).isdisjoint(table):
+            flying = [row for row in rows[key] if row[0] >= failure["step"]]
+            if any(step > failure["step"] for step, _ in flying):
+                found[key] = min(start for _, start in flying)
     return found

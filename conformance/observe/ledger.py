@@ -141,7 +141,7 @@ _REASONS = {
 class Ledger:
     """Reads a scheduler's requests before and after each call.
 
-    Emits events; wraps three methods of the engine's block pool, and during an update one of its
+    Emits events; wraps two methods of the engine's block pool, and during an update one of its
     manager of KV cache blocks.
     """
 
@@ -155,7 +155,6 @@ class Ledger:
         self.pool = view.scheduler.kv_cache_manager.block_pool
         self._groups = view.loads.shape.groups
         self._fresh: list[int] = []
-        self._pins: Counter[int] = Counter()  # references to blocks that the connector has taken
         self._alive: list[tuple[str, weakref.ref[Any]]] = []
         self._states: dict[str, tuple[str, int]] = {}  # status and computed tokens before a call
         self._objects: dict[str, Any] = {}  # requests before update_from_output
@@ -169,21 +168,11 @@ class Ledger:
     def _wrap_pool(self) -> None:
         get_new_blocks = self.pool.get_new_blocks
         free_blocks = self.pool.free_blocks
-        touch = self.pool.touch
 
         def take(count: int) -> list[Any]:
             blocks = get_new_blocks(count)
             self._fresh.extend(block.block_id for block in blocks)
-            self._pinned("take", blocks)
             return blocks  # type: ignore[no-any-return]
-
-        def pin(blocks: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-            listed = list(blocks)
-            result = touch(listed, *args, **kwargs)
-            # Of older releases, the argument has a list per group.
-            flat = [part if isinstance(part, (list, tuple)) else [part] for part in listed]
-            self._pinned("take", [block for part in flat for block in part])
-            return result
 
         def give(blocks: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
             listed = list(blocks)
@@ -199,21 +188,25 @@ class Ledger:
                     ref=block.ref_cnt,
                     in_flight=block.block_id in written,
                 )
-            self._pinned("give", listed)
+            self._given_back(listed)
             return result
 
         self.pool.get_new_blocks = take
-        self.pool.touch = pin
         self.pool.free_blocks = give
 
-    def _pinned(self, op: str, blocks: Iterable[Any]) -> None:
-        """Emit what the connector itself takes and gives back, that is within a hook of it."""
+    def _given_back(self, blocks: Iterable[Any]) -> None:
+        """Emit which references are left when the connector frees blocks, that is in a hook of it.
+
+        How it took its own does not matter. Those that the engine keeps for steps in flight do not
+        count as the engine's.
+        """
         if Probe.active is None or not Probe.active.depth:
             return
+        tables = self.view.tables().values()
+        owed = Counter(block for groups in tables for table in groups for block in table)
         for block in blocks:
-            self._pins[block.block_id] += 1 if op == "take" else -1
-            held = self._pins[block.block_id]
-            self.trace.emit("block.pinned", op=op, id=block.block_id, held=held)
+            held = block.ref_cnt - owed[block.block_id]
+            self.trace.emit("block.freed", id=block.block_id, refs=block.ref_cnt, held=held)
 
     def take_fresh(self, tables: dict[str, list[list[int]]]) -> list[HandedOut]:
         """Return the blocks that the last schedule() handed out.

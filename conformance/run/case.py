@@ -108,20 +108,22 @@ def _was_too_fast(made: Runs, spec: Spec) -> bool:
 
     A connector that stores in the background, or when it is polled, is asked too early if the steps
     follow each other without a pause. In a run that fails otherwise, the hurry may be what shows
-    it. A situation that did not come about counts if threads or processes may have been storing.
+    it. A situation that did not come about counts if threads or processes may have been storing,
+    and so does a soak after which less came back.
     """
     main = made.runs.get("connector")
     if not isinstance(main, Run) or made.harness_error is not None:
         return False
     promised = (event for event in main.trace if event["kind"] == "profile.expectation")
     unmet = bool(main.hurried and main.unmet)
-    if not unmet and all(each["reloadable"] >= each["promised"] for each in promised):
+    served = any(e["kind"] == "soak.served" and e["last"] < e["first"] for e in main.trace)
+    missing = any(each["reloadable"] < each["promised"] for each in promised)
+    if not (unmet or missing or (main.hurried and served)):
         return False  # nothing is missing: most runs are not judged twice
     rows = judge(list(spec.requirements.values()), made.runs, made.caps)
     failed = [row for row in rows if row.verdict is Verdict.FAIL]
-    short = [
-        row for row in failed if spec.requirements[row.requirement].event == "profile.expectation"
-    ]
+    late = ("profile.expectation", "soak.served")
+    short = [row for row in failed if spec.requirements[row.requirement].event in late]
     return bool(short or unmet) and not any(row.gating for row in failed if row not in short)
 
 

@@ -347,7 +347,7 @@ class Reloads:
         failed = [e for e in state.trace.events if e["kind"] == "transfer.failed"]
         own = [e for e in failed if e["req"] == state.ids[source]]
         over = bool(ended and own) and failed[-1]["seq"] < ended[-1]["seq"]
-        if not over or not self._is_declared or self._may_be_gone(source):
+        if not over or not self._is_declared or self._may_be_gone(source) or self._is_failing():
             return
         promised, found = self._promised(source, request, event)
         state.trace.emit(
@@ -357,6 +357,17 @@ class Reloads:
             promised=promised,
             reloadable=found,
         )
+
+    def _is_failing(self) -> bool:
+        """Return whether a load is under way that fails; the connector may know of it already."""
+        under_way: set[str] = set()
+        for e in self.state.trace.events:
+            if e["kind"] == "alloc" and e["external"]:
+                under_way.add(e["req"])
+            elif e["kind"] == "load.due":
+                under_way.discard(e["req"])
+        ids, steps = self.state.ids, self.state.variant.case.steps
+        return any(ids.get(step.arg.req) in under_way for step in steps if step.op == "fail-load")
 
     def _may_be_gone(self, source: str) -> bool:
         """Return whether some KV of `source` was reset, or met a full disk."""

@@ -31,8 +31,13 @@ IDLE = 3
 """Steps without work before a census, in which transfers end."""
 TRIES = 3
 """How often a new prompt is repeated if less comes back than before."""
+PATIENT_TRIES = 30
+"""The same where connectors get time to store."""
 REST = 0.5
 """Seconds before it is repeated again, if threads or processes may be storing."""
+MOST_PAUSES = 20
+PAUSE = 0.05
+"""Seconds after which what is held is counted again, until they change nothing any more."""
 SHORT = 17
 """Tokens of that prompt if the case has none of a length of its own."""
 _ALONE = [
@@ -48,6 +53,7 @@ class Driven(Protocol):
 
     trace: Trace
     tmp: Path
+    rests: bool
 
     @property
     def named_engines(self) -> Mapping[str, Engine]:
@@ -83,13 +89,13 @@ def _given_back(driver: Driven, name: str, length: int, wanted: int) -> int:
     """Return how many tokens of a new prompt of this length can be loaded when it is repeated.
 
     A connector that stores in the background may need time, above all after the rounds: the prompt
-    is repeated until `wanted` tokens come back, or TRIES times.
+    is repeated until `wanted` tokens come back, or TRIES times, or PATIENT_TRIES.
     """
     driver.settle(IDLE)
     add = {"req": f"soak_{name}", "prompt": length, "max_tokens": 1}
     driver.execute_steps([STEPS["add"].model_validate({"add": add}), *_ALONE])
     found = 0
-    for number in range(TRIES):
+    for number in range(PATIENT_TRIES if driver.rests else TRIES):
         if number and alive.works_aside():
             time.sleep(REST)
         driver.settle(IDLE)
@@ -105,7 +111,7 @@ def _given_back(driver: Driven, name: str, length: int, wanted: int) -> int:
 
 
 def _soak_with_the_same(driver: Driven, steps: Sequence[Step], argument: Soak) -> None:
-    first = _censuses(driver)
+    first = _settled(driver)
     censuses: list[dict[str, Census]] = []
     between: list[dict[str, Census]] = []
     number = 0
@@ -114,25 +120,46 @@ def _soak_with_the_same(driver: Driven, steps: Sequence[Step], argument: Soak) -
             number += 1
             driver.execute_steps([repeated(step, number) for step in steps])
             if third == THIRDS - 1 and any(_shrunk(first, censuses, argument.rounds).values()):
-                driver.settle(IDLE)  # what is in use comes back: it is no growth
-                between.append(_censuses(driver))
-        driver.settle(IDLE)
-        censuses.append(_censuses(driver))
+                between.append(_settled(driver))  # what is in use comes back: it is no growth
+        censuses.append(_settled(driver))
     for holder in censuses[-1]:
         places = grown([each[holder] for each in censuses], argument.rounds)
         for place, numbers in places[:SHOWN]:
             driver.trace.emit("soak.grown", holder=holder, place=place, numbers=numbers)
     rounds = [*censuses[THIRDS - 2 : THIRDS - 1], *between, censuses[-1]]
-    for holder, places in _shrunk(first, censuses, argument.rounds).items():
-        # A heap that is cleared of old entries now and then grows between two of its clearances.
+    used_up = _shrunk(first, censuses, argument.rounds)
+    rested = _rested(driver) if any(used_up.values()) else {}
+    for holder, places in used_up.items():
+        # A heap that is cleared of old entries now and then grows between two of its clearances; a
+        # queue that is worked off becomes shorter without rounds, too.
         lasting = [
             (place, numbers)
             for place, numbers in places
             if all(one[holder][place] >= two[holder][place] for one, two in pairwise(rounds))
+            and rested[holder].get(place, 0) >= censuses[-1][holder][place]
         ]
         for place, numbers in lasting[:SHOWN]:
             driver.trace.emit("soak.shrunk", holder=holder, place=place, numbers=numbers)
     driver.trace.emit("soak.ended", rounds=THIRDS * argument.rounds, holders=list(censuses[-1]))
+
+
+def _rested(driver: Driven) -> dict[str, Census]:
+    """Return what is held after a while in which nothing happened."""
+    if alive.works_aside():
+        time.sleep(REST)
+    return _settled(driver)
+
+
+def _settled(driver: Driven) -> dict[str, Census]:
+    """Return what is held when nothing is under way, as far as threads come to an end soon."""
+    driver.settle(IDLE)
+    found = _censuses(driver)
+    for _ in range(MOST_PAUSES if alive.works_aside() else 0):
+        time.sleep(PAUSE)
+        before, found = found, _censuses(driver)
+        if found == before:
+            break
+    return found
 
 
 def _shrunk(

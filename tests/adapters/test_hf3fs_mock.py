@@ -119,8 +119,16 @@ def test_a_load_that_does_not_happen_is_noticed(
     ("case", "requirement"),
     [
         ("preemption.in-decode[vllm-sync-v1-d1-b4-slow-compute]", "load.position"),
-        ("lifecycle.fail-recompute[vllm-sync-v1-d1-b4-slow-compute]", "load.complete-or-failed"),
-        ("lifecycle.abort-loading[vllm-sync-v1-d1-b4-slow-compute]", "report.one-way-out"),
+        pytest.param(
+            "lifecycle.fail-recompute[vllm-sync-v1-d1-b4-slow-compute]",
+            "load.complete-or-failed",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "lifecycle.abort-loading[vllm-sync-v1-d1-b4-slow-compute]",
+            "report.one-way-out",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_what_was_found(case: str, requirement: str, target: Target, tmp_path: Path) -> None:

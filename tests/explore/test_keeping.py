@@ -61,7 +61,12 @@ def some(count: int) -> list[Workload]:
     return list(drawn(["reference"], ["sync"], None, first_seed=1, count=count))
 
 
-def campaign_of(pool: FakePool, workloads: list[Workload], found: Callable[[Found], None]) -> Any:
+def campaign_of(
+    pool: FakePool,
+    workloads: list[Workload],
+    found: Callable[[Found], None],
+    unknown: Callable[[Found], None] = lambda _: None,
+) -> Any:
     campaign = Campaign()
     explore(
         cast(Pool, pool),
@@ -69,6 +74,7 @@ def campaign_of(pool: FakePool, workloads: list[Workload], found: Callable[[Foun
         campaign,
         seconds=pool.end,
         found=found,
+        unknown=unknown,
         progress=lambda _: None,
     )
     return campaign
@@ -101,7 +107,14 @@ def test_a_broken_guarantee_that_nothing_explains_is_shrunk_to_a_case(tmp_path: 
         unknown = [Failure("engine.real-is-known", MESSAGE, step=1)]
         return Outcome(broken_guarantees=["engine.real-is-known"], unknown=unknown)
 
-    campaign = campaign_of(FakePool(answer), some(3), lambda found: pytest.fail("it is no failure"))
+    def failed(found: Found) -> None:
+        pytest.fail("it is no failure")
+
+    written: list[str] = []
+    campaign = campaign_of(
+        FakePool(answer), some(3), failed, lambda new: written.append(new.failure.requirement)
+    )
+    assert written == ["engine.real-is-known"]
     assert campaign.unknown["engine.real-is-known"].count == 3 and not campaign.found
     reduce(
         cast(Pool, FakePool(answer)),

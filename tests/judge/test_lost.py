@@ -33,6 +33,7 @@ def rollback(computed: int, placeholders: int, known: int) -> dict[str, Any]:
         "kind": "req.state",
         "req": "a",
         "reason": "rollback",
+        "to": "RUNNING",
         "computed": computed,
         "placeholders": placeholders,
         "known": known,
@@ -41,6 +42,10 @@ def rollback(computed: int, placeholders: int, known: int) -> dict[str, Any]:
 
 def alloc(*shared: int) -> dict[str, Any]:
     return {"kind": "alloc", "req": "b", "shared_blocks": list(shared)}
+
+
+HEARD = rollback(0, 0, 13)
+"""The engine has heard of the failed load."""
 
 
 def row(start: int, tokens: int) -> dict[str, Any]:
@@ -85,7 +90,7 @@ def test_tokens_in_flight_that_are_not_taken_back(event: dict[str, Any], at: int
 def test_blocks_that_are_served_unfilled(
     between: list[dict[str, Any]], unfilled: list[int]
 ) -> None:
-    trace = numbered(START, FAILED, *between, alloc(4, 5), STEP)
+    trace = numbered(START, FAILED, HEARD, *between, alloc(4, 5), STEP)
     note_unfilled(Trace.of(trace))
     assert trace[-2]["unfilled"] == unfilled
     assert (lost(trace) is not None) == bool(unfilled)
@@ -103,7 +108,7 @@ def test_blocks_that_were_computed_upon_a_failed_load(
     again: list[dict[str, Any]], unfilled: list[int]
 ) -> None:
     failed = {**FAILED, "blocks": [4, 5]}
-    trace = numbered(START, row(8, 4), failed, *again, alloc(4, 5, 6), STEP)
+    trace = numbered(START, row(8, 4), failed, HEARD, *again, alloc(4, 5, 6), STEP)
     note_unfilled(Trace.of(trace))
     assert trace[-2]["unfilled"] == unfilled
     assert (lost(trace) is not None) == bool(unfilled)
@@ -129,21 +134,33 @@ def test_that_a_request_goes_on_from_what_it_computed_upon_a_failed_load_is_not_
 
 def test_blocks_of_an_engine_with_smaller_ones_are_filled_sooner() -> None:
     engines = {"kind": "run.engines", "own": {"s": {"block_size": 2}}}
-    between = [FAILED, row(4, 2), STEP, alloc(4, 5), STEP]
+    between = [FAILED, HEARD, row(4, 2), STEP, alloc(4, 5), STEP]
     trace = numbered(START, engines, *({**event, "on": "s"} for event in between))
     note_unfilled(Trace.of(trace))
     assert trace[-2]["unfilled"] == [5]
     # the same tokens lie in another block of the table
-    between[1] = row(2, 2)
+    between[2] = row(2, 2)
     trace = numbered(START, engines, *({**event, "on": "s"} for event in between))
     note_unfilled(Trace.of(trace))
     assert trace[-2]["unfilled"] == []
 
 
 def test_blocks_computed_in_the_step_under_way_are_not_unfilled() -> None:
-    trace = numbered(START, FAILED, alloc(5), row(0, 12), STEP)
+    trace = numbered(START, FAILED, HEARD, alloc(5), row(0, 12), STEP)
     note_unfilled(Trace.of(trace))
-    assert trace[2]["unfilled"] == []
+    assert trace[3]["unfilled"] == []
+
+
+@pytest.mark.parametrize("heard", [[], [0], [1]])
+def test_blocks_that_are_shared_before_the_failure_arrives_are_not_served(heard: list[int]) -> None:
+    events = [FAILED, alloc(5)]
+    for at in heard:
+        events.insert(1 + at, HEARD)
+    trace = numbered(START, *events, STEP)
+    note_unfilled(Trace.of(trace))
+    shared = next(e for e in trace if e["kind"] == "alloc")
+    assert shared["unfilled"] == ([5] if heard == [0] else [])
+    assert (lost(trace) is not None) == (heard == [0])
 
 
 def test_a_step_that_was_scheduled_before_the_failure_arrived_is_no_bug() -> None:
@@ -231,3 +248,22 @@ def test_a_request_that_shares_failed_blocks_and_has_a_later_step_in_flight(
     assert (found is not None) == is_lost
     if found is not None:
         assert found[0] == trace[-1]["seq"] and "request e" in found[1]
+    trace[0]["engine"] = "reference"  # it falls back to before all of its steps
+    assert lost(trace) is None
+
+
+def test_only_blocks_of_the_load_that_failed_just_now_count() -> None:
+    """Block 4 failed once, was freed, and belongs to another request, which decodes."""
+    again = [{**row(at, 1), "req": "e", "step": at, "table": [4, 8]} for at in (4, 5, 6, 7)]
+    later = {**FAILED, "blocks": [9], "req": "c", "step": 5}
+    trace = numbered(
+        START,
+        {**FAILED, "blocks": [4]},
+        HEARD,
+        {"kind": "block", "op": "alloc", "id": 4},
+        *again[:3],
+        later,
+        {**HEARD, "req": "c"},
+        again[3],
+    )
+    assert lost(trace) is None

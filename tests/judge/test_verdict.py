@@ -287,12 +287,13 @@ def test_rows_survive_json_and_match_the_report() -> None:
 
 
 LOST = (
-    {"kind": "req.scheduled", "req": "a", "table": [4, 5]},
+    {"kind": "req.scheduled", "req": "a", "table": [4, 5], "output_computed": 0},
     {"kind": "transfer.failed", "req": "a", "is_async": False, "blocks": [5]},
     {
         "kind": "req.state",
         "req": "a",
         "reason": "rollback",
+        "to": "RUNNING",
         "computed": 0,
         "placeholders": 2,
         "known": 13,

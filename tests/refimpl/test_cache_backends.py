@@ -810,7 +810,7 @@ def test_a_connector_over_a_server_fails_nothing(
     assert passed > 15 * len(runs), "little was judged"
 
 
-@pytest.mark.parametrize("kind", ["redis", "tiers"])
+@pytest.mark.parametrize("kind", ["redis", pytest.param("tiers", marks=pytest.mark.long)])
 def test_a_server_that_dies_between_lookup_and_load_costs_no_wrong_token(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -823,8 +823,17 @@ def test_a_server_that_dies_between_lookup_and_load_costs_no_wrong_token(
         assert [row.message for row in bad if row.kind == "requirement"] == []
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-@pytest.mark.parametrize("cut_off", ["", "one", "two"])
+@pytest.mark.parametrize(
+    ("cut_off", "is_there"),
+    [
+        ("", True),
+        ("one", False),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (("", False), ("one", True), ("two", False), ("two", True))
+        ),
+    ],
+)
 def test_a_store_that_one_of_two_engines_cannot_reach_costs_no_wrong_token(
     cut_off: str, is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,7 +119,9 @@ def judged_with_a_server(how: str, folder: Path, command: str | None = None) -> 
         return judged(how, running.settle(settings).extra_config, folder)
 
 
-@pytest.mark.parametrize("how", DAMAGED)
+@pytest.mark.parametrize(
+    "how", ["removed", *(pytest.param(how, marks=pytest.mark.long) for how in [*DAMAGED][1:])]
+)
 def test_a_load_of_damaged_values_of_a_server_is_reported_as_failed(
     how: str, tmp_path: Path
 ) -> None:

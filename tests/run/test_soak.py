@@ -140,6 +140,7 @@ class Grants:
         self.trace = Trace()
         self.tmp = tmp
         self.grants = iter(grants)
+        self.rests = False
         self.named_engines: Mapping[str, Engine] = {}
 
     def execute_steps(self, steps: Sequence[Step]) -> None:

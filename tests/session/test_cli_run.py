@@ -256,6 +256,7 @@ def test_dead_workers_cost_one_run_each(tmp_path: Path) -> None:
     assert result.lines[-1]["type"] == "footer"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", ["4"])
 def test_the_number_of_workers_does_not_matter(tmp_path: Path, workers: str) -> None:
     orders = {"fail": {MUST[0]: CASES[1:3], MUST[1]: CASES[:1]}, "unmet": [CASES[3]]}
@@ -416,7 +417,9 @@ def test_set_up_fails(tmp_path: Path) -> None:
     assert (result.summary["verdict"], result.summary["extra"]["exit_code"]) == ("error", 3)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_a_signal_while_the_run_starts_leaves_a_summary(
     tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -171,6 +171,7 @@ def reseeded(project: Project) -> list[psutil.Process]:
     return [each for each in mine if "kvconform.session.reseeded" in (each.info["cmdline"] or ())]
 
 
+@pytest.mark.long
 def test_runs_with_another_hash_seed_share_a_process(mine: Project) -> None:
     births = mine.folder / "births"
     mine.file.write_text(
