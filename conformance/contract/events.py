@@ -581,8 +581,8 @@ _kind(
     "block.freed",
     "sched",
     "id:int refs:int held:int",
-    "The connector freed a reference to a block of the engine's pool within one of its hooks; refs = "
-    "those that are left; held = these without one for each block table that has the block.",
+    "The connector freed a reference to a block of the engine's pool within one of its hooks; refs "
+    "= those that are left; held = these without one for each block table that has the block.",
 )
 _kind(
     "block.published",
