@@ -133,8 +133,8 @@ class Settings(BaseModel):
     seed: int = 0
     strict: bool = False
     workers: int = Field(default=min(2, os.cpu_count() or 1), ge=1, le=256)
-    hook_timeout: float = Field(default=DEFAULT_LIMIT, gt=0)
-    stall_seconds: float = Field(default=2.0, gt=0)
+    hook_timeout: float = Field(default=DEFAULT_LIMIT, gt=0, allow_inf_nan=False)
+    stall_seconds: float = Field(default=2.0, gt=0, allow_inf_nan=False)
     report_dir: str = "kvconform-report"
     trace: str | None = None
     debug: bool = False
@@ -157,7 +157,7 @@ class Settings(BaseModel):
         default=[],
         description="servers that the connector needs, started once per process with a connector",
     )
-    setup_timeout: float = Field(default=120.0, gt=0)
+    setup_timeout: float = Field(default=120.0, gt=0, allow_inf_nan=False)
     env: dict[str, str] = Field(
         default={}, description="environment of the workers and of the commands"
     )

@@ -256,7 +256,10 @@ def beside_the_gate(defect: Defect, outcome: Outcome, spec: Spec) -> str:
     ]
     if not in_its_cases or any(runs_in(spec.profiles, GATE, each) for each in in_its_cases):
         return ""
-    return f"only runs that profile {GATE} leaves out find it: {', '.join(sorted(runs))}"
+    return (
+        f"only runs that profile {GATE} leaves out find it: {', '.join(sorted(runs))};"
+        " name a case, or an engine and a scheduling in its `matrix`, that the profile keeps"
+    )
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class Profile:
 
 
 PROFILES = {
-    "gate": Profile(200, "seconds; the same workloads every time"),
+    "gate": Profile(200, "200 workloads, the same every time"),
     "small": Profile(2_000, "small ones, many a second; the same every time", small=True),
     "nightly": Profile(5_000, "other workloads every day", daily=True, guided=True),
     "hunt": Profile(
@@ -160,6 +160,9 @@ def run(
         except KeyboardInterrupt:
             interrupted = True
     result.show(console, campaign, pool.deaths, verbose=verbose)
+    if seconds is not None and examples is None and campaign.runs == count and not pool.over:
+        more = "" if profile == "hunt" else "; --profile hunt goes on until the time is over"
+        console.print(f"profile {profile} ended before the time did{more}")
     if interrupted:
         raise EnvironmentProblem("interrupted")
     if any(not found.failure.risk for found in campaign.found.values()):

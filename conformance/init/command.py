@@ -57,7 +57,11 @@ def command(
         write.template(repository)
         typer.echo(f"new     {repository}: FolderConnector, a connector to start from")
     elif not repository.is_dir():
-        raise UsageError(f"there is no folder {repository}")
+        if repository.exists():
+            raise UsageError(f"{repository} is no folder")
+        raise UsageError(
+            f"there is no folder {repository}; --template {repository} begins a new connector there"
+        )
     here = origin()
     files = _files(repository, connector, here, is_judged=run)
     for file in write.write(repository, files):
