@@ -101,8 +101,14 @@ def test_the_harness_waits_for_nobody_and_is_not_noted() -> None:
         )
 
 
-@pytest.mark.parametrize("name", STREAMED)
-@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize(
+    ("name", "slow"),
+    [
+        pytest.param(name, slow, marks=[pytest.mark.long] if number and slow == "compute" else [])
+        for number, name in enumerate(STREAMED)
+        for slow in SLOW
+    ],
+)
 def test_streams_that_wait_pass_everything(name: str, slow: str, tmp_path: Path) -> None:
     connector, extra = STREAMED[name]
     for number, case in enumerate(STREAMS):
