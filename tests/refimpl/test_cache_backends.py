@@ -776,8 +776,8 @@ def test_passwords_name_no_server() -> None:
 # -- connectors over them
 
 RUNS = (
-    "cache.demoted[reference-sync-v1-d1-b4]",
     "cache.pressure[vllm-async-v1-d2-b4]",
+    "cache.demoted[reference-sync-v1-d1-b4]",
     "identity.two-salts[vllm-async-v1-d2-b4]",
     "lifecycle.fail-recompute[reference-sync-v1-d1-b4]",
     "lifecycle.reset-connector[vllm-sync-v1-d1-b4]",
