@@ -366,8 +366,7 @@ class Reloads:
                 under_way.add(e["req"])
             elif e["kind"] == "load.due":
                 under_way.discard(e["req"])
-        ids, steps = self.state.ids, self.state.variant.case.steps
-        return any(ids.get(step.arg.req) in under_way for step in steps if step.op == "fail-load")
+        return not under_way.isdisjoint(self.state.failing)
 
     def _may_be_gone(self, source: str) -> bool:
         """Return whether some KV of `source` was reset, or met a full disk."""
@@ -464,23 +463,26 @@ class Reloads:
 
         It is the request's own KV, or KV that the engine's cache still had then. The connector saw
         such KV before the reset, and does not see it again. The engine's cache is not emptied while
-        blocks are held.
+        blocks are held. The connector is not told whether it was: after any reset, it may leave
+        local hits alone, which the request that computed them has saved, except for `skip_last`.
         """
         key = self.state.incarnation(source)
         events = self.state.trace.events
         began = False  # the request has an allocation
         kept: set[str | None] = set()  # engines whose caches survived a reset of a connector
-        found = False
+        found = was_reset = False
         for e in events:
             if e["kind"] == "cache.reset":
                 if e["phase"] == "returned" and e["returned"] is not False:
+                    was_reset = True
                     kept = {each.get("on") for each in events}
                     found = found or began
                 elif e["phase"] == "done" and e["returned"]:
                     kept.discard(e.get("on"))
             elif e["kind"] == "alloc" and (e["req"], e["generation"]) == key:
                 began = True
-                found = found or (e.get("on") in kept and e["local"] > 0)
+                is_doubtful = e.get("on") in kept or (was_reset and self.state.caps["skip_last"])
+                found = found or bool(is_doubtful and e["local"] > 0)
         return found
 
     def _final(self, name: str) -> int | None:

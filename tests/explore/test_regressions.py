@@ -275,3 +275,27 @@ def test_what_another_engine_stores_when_it_is_polled_comes_back(tmp_path: Path)
     found = outcome(workload, target, SPEC, tmp_path / "run", strict=True)
     assert found.error is None and found.failures == []
     assert "load" in found.reached
+
+
+def test_local_hits_after_a_reset_are_not_promised_where_last_tokens_are_left_out(
+    tmp_path: Path,
+) -> None:
+    """`save.completeness` was wrongly reported.
+
+    A connector that leaves local hits alone after a reset relies on the request that computed them;
+    that one had left the block out, because its last tokens were in it.
+    """
+    steps: list[Data] = [
+        {"reset": {"running": True, "connector": True}},
+        {"add": {"req": "d", "prompt": 4, "max_tokens": 1}},
+        {"run": {}},
+        {"add": {"req": "e", "prompt": {"of": "d", "then": 1}, "max_tokens": 7}},
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "f", "prompt": {"same": "e"}, "max_tokens": 2, "reloads": "e"}},
+        {"run": {}},
+    ]
+    target = target_of("selective")
+    target = replace(target, capabilities={**target.capabilities, "store": True, "saves": "all"})
+    found = outcome(mended(steps), target, SPEC, tmp_path / "run", strict=True)
+    assert found.error is None and found.failures == []
