@@ -54,6 +54,14 @@ def warm() -> Iterator[Warm]:
 
 
 @pytest.fixture(autouse=True)
+def _situations_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the situations of a specification that a test loads from the tests after it."""
+    situation = sys.modules.get("kvconform.contract.situation")
+    if situation is not None:
+        monkeypatch.setattr(situation._Known, "entries", situation._Known.entries)
+
+
+@pytest.fixture(autouse=True)
 def _threads_of_earlier_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the threads that earlier tests have left for those before any connector.
 

@@ -506,9 +506,9 @@ def main(
     """Run the command.
 
     Returns 0 if every defect is caught exactly as listed and no control run fails anything, 1 if
-    not. UsageError for an unknown name. `jobs` is the number of workers; 0: two
-    more than cores, because runs often wait, but at most 4. The kill matrix is written to
-    `report_dir`, if given. With `strict`, a MUST that no defect violates is a failure too.
+    not. UsageError for an unknown name. `jobs` is the number of workers; 0: two more than cores,
+    because runs often wait, but at most 4. The kill matrix is written to `report_dir`, if given.
+    With `strict`, a MUST that no defect violates is a failure too.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of every process
     workers = where.workers(jobs or None, min(4, len(os.sched_getaffinity(0)) + 2))

@@ -160,7 +160,12 @@ class Engine:
 
     # -- steps
     def schedule(self) -> None:
-        """Schedule one step; it joins the queue. Workers that are not late execute it now."""
+        """Schedule one step; it joins the queue. Workers that are not late execute it now.
+
+        The oldest step lands first if the queue is full: the engine core has no more in flight.
+        """
+        if self.is_full:
+            self.land()
         self.trace.step += 1
         Probe.active = self.probe
         self.ledger.before_schedule()
@@ -229,16 +234,8 @@ class Engine:
 
     @property
     def is_full(self) -> bool:
-        """Whether as many steps are in flight as the engine core has at most; one if synchronous.
-
-        It never schedules another one then.
-        """
+        """Whether as many steps are in flight as the engine core has at most; synchronous: one."""
         return len(self.queue) >= self.depth
-
-    def make_room(self) -> None:
-        """Land the oldest step if the queue is full."""
-        if self.is_full:
-            self.land()
 
     def shutdown(self, again: bool = False) -> None:
         """Shut both connector halves down, the worker's first; once, unless `again`."""

@@ -9,6 +9,7 @@ images lie within their prompts, and if reloads are promised of requests that ha
 from __future__ import annotations
 
 import copy
+from itertools import takewhile
 
 from kvconform.explore.dice import Dice
 from kvconform.explore.workload import Data, Workload
@@ -143,11 +144,10 @@ def _given_up(add: Data, between: list[Data], depth: int) -> bool:
     memory. Or the request has a new prompt, and they begin with too few engine steps to finish it,
     a landing of all outputs, and the abort. `depth`: steps in flight.
     """
-    abort = {"abort": add["req"]}
-    if abort in between:
-        before = between[: between.index(abort)]
-        if before and all(step == {"lookup-only": add["req"]} for step in before):
-            return True
+    abort, lookup = {"abort": add["req"]}, {"lookup-only": add["req"]}
+    lookups = len(list(takewhile(lambda step: step == lookup, between)))
+    if lookups and between[lookups : lookups + 1] == [abort]:
+        return True
     if not isinstance(add["prompt"], int) or {"drafts", "stop_at"} & set(add) or len(between) < 3:
         return False
     stepped, landed, aborted = between[:3]

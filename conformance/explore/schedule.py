@@ -113,7 +113,7 @@ class Schedule:
             if dice.one_in(2):
                 self._event("abort", name)
                 if name in requests.aborted and not requests.simple and dice.one_in(2):
-                    self.requests.live.remove(name)
+                    requests.live.remove(name)
                     self._vacant = name  # it is free at once, because the request got no blocks
         elif then == "again" and isinstance(add["prompt"], int) and not requests.simple:
             self._again(add)

@@ -98,8 +98,8 @@ def _files(
     found: Found | None = None
     if not known:
         found = find(repository) if connector is None else named(repository, connector)
-    if connector and not known and found is None and is_judged:
-        check_connector_exists(connector, [str(repository)])
+        if connector is not None and found is None and is_judged:
+            check_connector_exists(connector, [str(repository)])
     if found is not None:
         typer.echo(f"found   {found.connector}, {found.file.relative_to(repository)}:{found.line}")
         if hands_over(found):

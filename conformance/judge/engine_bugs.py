@@ -25,7 +25,7 @@ transfer ends the engine.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -46,6 +46,16 @@ STARVED = (
     "the engine kept blocks from request {req} for the load of its own that had failed"
     " (engine.retry-admitted)"
 )
+RECENT = 64
+"""Rows that may have been scheduled before a load of their step failed."""
+MOST_IN_FLIGHT = 8
+"""More steps than an engine has in flight."""
+Key: TypeAlias = tuple[str | None, int]
+"""An engine, and a block of its pool."""
+Slots: TypeAlias = dict[Key, set[int]]
+"""The slots of a block that are still to be computed again."""
+Who: TypeAlias = tuple[str | None, str]
+"""An engine, and the id of a request."""
 
 
 def note_unfilled(trace: Trace) -> None:
@@ -119,16 +129,6 @@ def note_unfilled(trace: Trace) -> None:
                 trace.amend(alloc, unfilled=unfilled)
 
 
-RECENT = 64
-"""Rows that may have been scheduled before a load of their step failed."""
-
-
-Key: TypeAlias = tuple[str | None, int]
-"""An engine, and a block of its pool."""
-Slots: TypeAlias = dict[Key, set[int]]
-"""The slots of a block that are still to be computed again."""
-
-
 def _hears(e: Mapping[str, Any]) -> bool:
     """Return whether an event shows that the engine has heard of a request's failed load."""
     return bool(
@@ -175,17 +175,20 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
     """
     failed: dict[Key, str] = {}  # the requests whose load failed
     unheard: dict[str, Mapping[str, Any]] = {}  # the failures of which the engine has not heard
-    tables: dict[tuple[str | None, str], list[int]] = {}  # blocks of requests that have run
-    rows: dict[tuple[str | None, str], deque[tuple[int, int]]] = {}  # their (step, first position)
-    most: dict[tuple[str | None, str], int] = {}  # where they have to go on at the latest
+    tables: dict[Who, list[int]] = {}  # blocks of requests that have run
+    # their (step, first position)
+    rows: defaultdict[Who, deque[tuple[int, int]]] = defaultdict(
+        lambda: deque(maxlen=MOST_IN_FLIGHT)
+    )
+    most: dict[Who, int] = {}  # where they have to go on at the latest
     falls_back = False  # the engine takes back what later steps in flight compute
     finished: dict[tuple[str | None, str, int], int] = {}  # (engine, request, generation) -> step
-    waiting: dict[tuple[str | None, str], tuple[int, str]] = {}  # starved requests
+    waiting: dict[Who, tuple[int, str]] = {}  # starved requests
     for e in trace:
         kind = e["kind"]
         if kind == "run.start":
             falls_back = e.get("engine") == "reference"
-        elif _hears(e):
+        elif unheard and _hears(e):
             failure = unheard.pop(e["req"], None)
             if failure is not None and not falls_back:
                 most.update(_overtaken(failure, tables, rows))
@@ -206,9 +209,7 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
         if kind == "req.scheduled":
             key = e.get("on"), e["req"]
             tables[key] = e["table"]
-            rows.setdefault(key, deque(maxlen=MOST_IN_FLIGHT)).append(
-                (e["step"], e["output_computed"])
-            )
+            rows[key].append((e["step"], e["output_computed"]))
             if e["output_computed"] > most.pop(key, e["output_computed"]):
                 return e["seq"], MISCOUNTED.format(req=e["req"])
         if kind in ("req.finished", "sample"):
@@ -236,15 +237,11 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
     return None
 
 
-MOST_IN_FLIGHT = 8
-"""More steps than an engine has in flight."""
-
-
 def _overtaken(
     failure: Mapping[str, Any],
-    tables: Mapping[tuple[str | None, str], list[int]],
-    rows: Mapping[tuple[str | None, str], Iterable[tuple[int, int]]],
-) -> dict[tuple[str | None, str], int]:
+    tables: Mapping[Who, list[int]],
+    rows: Mapping[Who, Iterable[tuple[int, int]]],
+) -> dict[Who, int]:
     """Return the requests that had a later step in flight when the engine heard of a failed load.
 
     Each has a block of that load. The number is the first position that it computed in one of these

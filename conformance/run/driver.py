@@ -362,12 +362,8 @@ class Driver:
             self._patiently(self.engine.iterate)
 
     def _schedule(self, count: int) -> None:
-        def once() -> None:
-            self.engine.make_room()
-            self.engine.schedule()
-
         for _ in range(count):
-            self._patiently(once)
+            self._patiently(self.engine.schedule)
 
     def _patiently(self, iterate: Callable[[], object]) -> None:
         """Repeat a step in which the connector only answered lookups with None, PATIENCE times."""
@@ -533,7 +529,6 @@ class Driver:
         for _ in range(steps):
             if seconds:
                 clock.advance(seconds / steps)
-            self.engine.make_room()
             self.engine.schedule()
             self.engine.land()
 

@@ -35,9 +35,10 @@ PATIENT_TRIES = 30
 """The same where connectors get time to store."""
 REST = 0.5
 """Seconds before it is repeated again, if threads or processes may be storing."""
-MOST_PAUSES = 20
 PAUSE = 0.05
 """Seconds after which what is held is counted again, until they change nothing any more."""
+MOST_PAUSES = 20
+"""How often that is done at most."""
 SHORT = 17
 """Tokens of that prompt if the case has none of a length of its own."""
 _ALONE = [
