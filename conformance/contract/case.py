@@ -564,6 +564,11 @@ class Case(Model):
         return "late-workers" in self.policies
 
     @property
+    def late_threads(self) -> bool:
+        """Whether the connector's threads get time only now and then, on a CPU."""
+        return "late-threads" in self.policies
+
+    @property
     def context_degrees(self) -> list[int]:
         """The degrees of context parallelism of the engines, one after the other."""
         return [config.context_parallel for config, _ in self.configurations]

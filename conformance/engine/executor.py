@@ -250,6 +250,7 @@ class Executor:
         oracle = rank.worker.oracle
         oracle.check_writes("wait_for_save")
         device.current.finish()
+        device.current.step_over()
         self._due(oracle)
         oracle.settle_reads()
 

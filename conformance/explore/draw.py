@@ -353,6 +353,8 @@ def one(
         relations = ["no-connector"]
     if theme in ("plain", "failing") and not simple and not relations:
         relations = list(dice.pick(PROCESSES)) if dice.one_in(40) else []
+    if not slows and not simple and dice.one_in(4):  # on a CPU, which has no streams
+        policies = [*policies, *{"late-threads"} - {*policies}]
     return make(
         f"drawn.{seed.replace('/', '.')}",
         "Drawn at random.",

@@ -111,8 +111,10 @@ def _plain(data: Data) -> Iterator[Data]:
             yield {**data, "matrix": {**data["matrix"], name: [plain]}}
     if data.get("relations"):
         yield {**data, "relations": []}
-    if data.get("policies"):
-        yield {key: value for key, value in data.items() if key != "policies"}
+    for policy in data.get("policies", []):
+        others = [each for each in data["policies"] if each != policy]
+        fewer = {key: value for key, value in data.items() if key != "policies"}
+        yield fewer | ({"policies": others} if others else {})
     config = data.get("config", {})
     for name, engine in config.get("engines", {}).items():
         if isinstance(engine, dict):  # one that differs from the others

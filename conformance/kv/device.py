@@ -101,6 +101,12 @@ class Timeline(Protocol):
         the ranks report them in different steps.
         """
 
+    def step_over(self) -> None:
+        """Take note that a rank has executed a step, where the device makes threads late."""
+
+    def catch_up(self) -> None:
+        """Let the connector's threads do what they were given, where the device makes them late."""
+
     def calling(self) -> AbstractContextManager[None]:
         """Return the context in which the connector is called."""
 
@@ -156,6 +162,12 @@ class Unobserved:
 
     def driving(self, rank: int) -> None:
         """Do nothing: all ranks are alike."""
+
+    def step_over(self) -> None:
+        """Do nothing: threads get the time that the machine has for them."""
+
+    def catch_up(self) -> None:
+        """Do nothing: see step_over."""
 
     def calling(self) -> AbstractContextManager[None]:
         """Return a context that does nothing."""

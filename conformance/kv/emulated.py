@@ -143,6 +143,12 @@ class Emulated:
             except DeviceFault as fault:
                 self._fault = self._fault or fault
 
+    def step_over(self) -> None:
+        """Do nothing: streams are late here, and threads are waited for."""
+
+    def catch_up(self) -> None:
+        """Do nothing: see step_over."""
+
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Run a hook as on a GPU. As on CUDA, a fault of queued work is raised by the next call."""

@@ -19,6 +19,7 @@ from kvconform.kernels.device import AVAILABLE
 from kvconform.kv import device
 from kvconform.kv.device import Cpu, T, Timeline, Unobserved
 from kvconform.kv.held import Holds, on_this_device
+from kvconform.kv.late_threads import late_threads
 from kvconform.kv.slowed import in_use
 
 
@@ -101,22 +102,23 @@ def _platform() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def opened(kind: Device, slow: Slow | None) -> Iterator[Timeline]:
+def opened(kind: Device, slow: Slow | None, *, late: bool = False) -> Iterator[Timeline]:
     """Make a device of this kind the current one within the context.
 
-    `slow`: the streams that are late; None: none. There is one device per process: a run inside
-    another run (a calibration) shares the outer run's device.
+    `slow`: the streams that are late; None: none. `late`: the connector's threads are, on a CPU.
+    There is one device per process: a run inside another run (a calibration) shares the outer run's
+    device.
     """
     if device.current.streamed and kind != "cpu":
         yield device.current
         return
-    with _open(kind, slow) as made, device.activate(made):
+    with _open(kind, slow, late) as made, device.activate(made):
         yield made
 
 
-def _open(kind: Device, slow: Slow | None) -> AbstractContextManager[Timeline]:
+def _open(kind: Device, slow: Slow | None, late: bool) -> AbstractContextManager[Timeline]:
     if kind == "cpu":
-        return nullcontext(Cpu())
+        return late_threads() if late else nullcontext(Cpu())
     if kind == "emulated":
         # Imports the emulation, which other devices do not need.
         from kvconform.kv.emulated import emulated

@@ -42,6 +42,7 @@ from kvconform.engine.configs import engine_id_of
 from kvconform.engine.engine import Engine
 from kvconform.engine.setup import build
 from kvconform.kernels.codes import mix64
+from kvconform.kv import device
 from kvconform.kv.provenance import Adapter, Identity, Registry, text_id
 from kvconform.process import alive, clock
 from kvconform.run.controls import Controls
@@ -501,6 +502,7 @@ class Driver:
         """
         if self._now == self._asked:
             return
+        device.current.catch_up()
         if alive.works_aside():
             self.state.hurried = True
             if self.rests:

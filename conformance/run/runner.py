@@ -165,7 +165,7 @@ def run_variant(
         siblings = target.siblings() if isinstance(target, MultiTarget) else []
         with (
             Patch(target.resolve(), *stand_ins(target, relation), *siblings),
-            gpu.opened(kind, slow) as where,
+            gpu.opened(kind, slow, late=variant.case.late_threads) as where,
             adapters.in_force(target.adapters),  # inside: their end uses the device
         ):
             create = partial(create, promises=promises)

@@ -97,3 +97,10 @@ class Threads(ReferenceConnector):
         if self._pool is not None:
             self._pool.shutdown(wait=True)
         super().shutdown()
+
+
+class SavingThreads(Threads):
+    """Loads before the forward pass, and saves on threads."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super(Threads, self).start_load_kv(forward_context, **kwargs)

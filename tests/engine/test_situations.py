@@ -23,6 +23,7 @@ from typing import Any, get_args
 
 import pytest
 from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
@@ -35,6 +36,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.utils import select_common_block_size
@@ -188,6 +190,17 @@ def steps_wait_for_worker_processes_and_the_engine_core_does_not(bench: Bench) -
         _, (number,), _, _ = steps.get()
         answers.put((WorkerProc.ResponseStatus.SUCCESS, f"output {number}"))
     assert (first.result(), second.result()) == ("output 1", "output 2")
+
+
+@brings_about("late-threads")
+def ranks_report_a_load_in_different_steps(bench: Bench) -> None:
+    joined = KVOutputAggregator(expected_finished_count=2)
+    done = []
+    for loaded in ([], []), (["a"], []), ([], []), ([], ["a"]):
+        reports = [KVConnectorOutput(finished_recving=set(ids)) for ids in loaded]
+        outputs = [ModelRunnerOutput([], {}, kv_connector_output=each) for each in reports]
+        done.append(joined.aggregate(outputs).kv_connector_output.finished_recving)
+    assert done == [None, None, None, {"a"}]
 
 
 # -- steps
