@@ -1,55 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether threads of this process are blocked."""
+"""Whether threads of this process are blocked, as the operating system sees it.
+
+Not as the interpreter sees it: before CPython 3.11.8, `sys._current_frames` may wait for ever if
+another thread runs (gh-106883).
+"""
 
 from __future__ import annotations
 
-import sys
+import os
 import threading
 import time
-from collections.abc import Sequence
-from types import FrameType
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-Place: TypeAlias = tuple[int, int] | None
-"""A thread's frame and instruction; None for a thread that has ended."""
 PAUSE = 0.0003
 """Seconds for which this thread releases the interpreter's lock."""
 LONGEST = 0.5
 """Seconds; a thread that never blocks is not waited for longer."""
+_SWITCHES = b"ctxt_switches:\t"
 
 
-def wait_until_blocked(threads: Sequence[threading.Thread]) -> None:
-    """Let other threads run until all of them are blocked."""
+class Look(NamedTuple):
+    """A thread at one moment. It is blocked if later it looks the same, and is not runnable."""
+
+    runnable: bool
+    """Whether it runs, waits for a processor, or is about to begin."""
+    switches: int
+    """How often it has gone to sleep or lost its processor."""
+
+
+GONE = Look(runnable=False, switches=-1)
+
+
+def look_at(thread: threading.Thread) -> Look:
+    """Return what a thread does now; GONE if it has ended, or where the system has no /proc."""
+    if thread.ident is None:
+        return Look(runnable=True, switches=0)
+    # In a process that was forked, the main thread keeps the number that its parent's had.
+    number = os.getpid() if thread is threading.main_thread() else thread.native_id
+    try:
+        with open(f"/proc/self/task/{number}/status", "rb") as file:
+            text = file.read()
+    except OSError:
+        return GONE
+    _, voluntary, forced = text.split(_SWITCHES)
+    runnable = b"\nState:\tR" in text
+    return Look(runnable, int(voluntary.split(maxsplit=1)[0]) + int(forced))
+
+
+def wait_until_blocked(threads: Callable[[], Sequence[threading.Thread]]) -> None:
+    """Let other threads run until all of these are blocked, or have ended."""
     before = None
     since = time.monotonic()
-    while threads and time.monotonic() - since < LONGEST:
+    while (waited := threads()) and time.monotonic() - since < LONGEST:
         time.sleep(PAUSE)
-        places = places_of(threads)
-        if places == before and not any(map(is_runnable, threads)):
+        now = list(map(look_at, waited))
+        if now == before and not any(look.runnable for look in now):
             return
-        before = places
-
-
-def is_runnable(thread: threading.Thread) -> bool:
-    """Return whether a thread is about to begin, or could run but waits for a processor.
-
-    On a busy machine such a thread does not move, and is not blocked. Once it has begun, returns
-    False where the system has no /proc.
-    """
-    if thread.ident is None:
-        return True
-    try:
-        with open(
-            f"/proc/self/task/{thread.native_id}/stat", encoding="ascii", errors="replace"
-        ) as file:
-            return file.read().rpartition(")")[2].split()[0] == "R"
-    except (OSError, IndexError):
-        return False
-
-
-def places_of(threads: Sequence[threading.Thread]) -> list[Place]:
-    """Return each thread's place."""
-    frames = sys._current_frames()
-    found = [frames.get(thread.ident or 0) for thread in threads]
-    # CPython 3.11 has been seen to list an object here that is no frame.
-    return [(id(frame), frame.f_lasti) if isinstance(frame, FrameType) else None for frame in found]
+        before = now

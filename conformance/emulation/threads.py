@@ -54,9 +54,10 @@ def settle() -> None:
     of threads would decide whether the work is late, and so whether a missing wait is found.
     """
     emulation = active()
-    threads = [
-        thread
-        for thread in threading.enumerate()
-        if getattr(thread, "emulation", None) is emulation
-    ]
-    wait_until_blocked(threads)
+    wait_until_blocked(
+        lambda: [
+            thread
+            for thread in threading.enumerate()
+            if getattr(thread, "emulation", None) is emulation
+        ]
+    )

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvconform.emulation.blocked import Place, is_runnable, places_of, wait_until_blocked
+from kvconform.emulation.blocked import Look, look_at, wait_until_blocked
 from kvconform.emulation.patch import Patches
 from kvconform.kv import device
 from kvconform.kv.device import Cpu
@@ -33,7 +33,7 @@ LAG = 8
 LOOK = 0.001
 """Seconds between two looks of a stopped thread at the engine's."""
 LOOKS = 3
-"""Looks that find the engine's thread in the same place, until it counts as blocked."""
+"""Looks that find the engine's thread asleep since the last one, until it counts as blocked."""
 OURS = "kvconform-"
 """How the names of the harness's own threads begin."""
 
@@ -42,23 +42,21 @@ class _Engine:
     """The engine's thread, which creates this object."""
 
     def __init__(self) -> None:
-        self.thread = threading.current_thread()
-        self.pauses = False
-        """Whether it only waits until the others have done what they can."""
+        self._thread = threading.current_thread()
+        self._pauses = False  # until the others have done what they can
 
-    def place(self) -> Place:
-        """Return where it is now."""
-        return places_of([self.thread])[0]
+    def look(self) -> Look | None:
+        """Return how the thread looks while it sleeps; None if it runs, or only pauses."""
+        now = look_at(self._thread)
+        return None if self._pauses or now.runnable else now
 
-    def may_move(self) -> bool:
-        """Return whether it does not count as blocked, although it is where it was."""
-        return self.pauses or is_runnable(self.thread)
-
-    def wait_for(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait until these threads are blocked, or stopped."""
-        self.pauses = True
-        wait_until_blocked(threads)
-        self.pauses = False
+    def pause(self, threads: Callable[[], Sequence[threading.Thread]]) -> None:
+        """Let these threads go on until they are blocked."""
+        self._pauses = True
+        try:
+            wait_until_blocked(threads)
+        finally:
+            self._pauses = False
 
 
 class _Gate:
@@ -70,7 +68,7 @@ class _Gate:
         self._stopped: set[threading.Thread] = set()
         self._steps = 0  # since one was stopped
         self._open = threading.Event()
-        self._blocked_at: Place = None  # the engine's thread: those that it waits for go on
+        self._asleep: Look | None = None  # the engine's thread, waiting for these threads
 
     def add(self, thread: threading.Thread) -> None:
         """Stop this thread, which is about to start, from now on."""
@@ -85,23 +83,25 @@ class _Gate:
 
     def _profile(self, frame: Any, event: str, argument: Any) -> None:
         """Stop the calling thread, if need be. Python calls this at each of its calls."""
-        if not self._open.is_set() and self._engine.place() != self._blocked_at:
+        if self._open.is_set():
+            return
+        if self._asleep is None or self._engine.look() != self._asleep:
             self._stop(threading.current_thread())
 
     def _stop(self, thread: threading.Thread) -> None:
         self._stopped.add(thread)
         before, looks = None, 0
         while looks < LOOKS and not self._open.wait(LOOK):
-            here = self._engine.place()
-            looks = looks + 1 if here == before and not self._engine.may_move() else 0
-            before = here
-        if looks == LOOKS:
-            self._blocked_at = before
+            now = self._engine.look()
+            looks = looks + 1 if now is not None and now == before else 0
+            before = now
+        self._asleep = before
         self._stopped.discard(thread)
 
     def step(self, patience: int) -> None:
         """Count a step of the engine; let the threads go on if one was stopped for `patience`."""
-        self._settle()
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._engine.pause(lambda: [each for each in self._threads if each not in self._stopped])
         self._steps = self._steps + 1 if self._stopped else 0
         if self._steps > patience:
             self.let_go()
@@ -109,17 +109,13 @@ class _Gate:
     def let_go(self) -> None:
         """Let the threads go on until all of them are blocked, and stop them again."""
         self._open.set()
-        self._settle()
+        self._engine.pause(lambda: self._threads)
         self._open.clear()
         self._steps = 0
 
     def open(self) -> None:
         """Let the threads go on, and stop none of them any more."""
         self._open.set()
-
-    def _settle(self) -> None:
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._engine.wait_for(self._threads)
 
 
 class LateThreads(Cpu):
