@@ -812,10 +812,11 @@ _kind(
 _kind(
     "cache.loaded",
     "cache",
-    "req:str end:int cached:list room:bool",
-    "After a step in which a load arrived, up to token `end`: what the levels have of the request "
-    "(as in cache.lookup); room = the first level could take more. Where it could, and has not "
-    "taken what was loaded, the event comes when all requests have ended.",
+    "req:str local:int end:int cached:list room:bool",
+    "After a step in which a load arrived, of the tokens from `local` up to `end`: what the levels "
+    "have of the request, from its start (as in cache.lookup); room = the first level could take "
+    "more. Where it could, and has not taken what was loaded, the event comes when all requests "
+    "have ended.",
 )
 _kind(
     "cache.reached",

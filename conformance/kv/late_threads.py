@@ -74,19 +74,23 @@ class _Gate:
         """Stop this thread, which is about to start, from now on."""
         run = thread.run
 
+        def called(frame: Any, event: str, argument: Any) -> None:
+            if not self._open.is_set() and not self._is_waited_for():
+                self._stop(thread)
+
         def run_late() -> None:
-            sys.setprofile(self._profile)
-            run()
+            sys.setprofile(called)
+            try:
+                run()
+            finally:
+                sys.setprofile(None)  # what comes next takes the thread out of Python's list
 
         thread.run = run_late  # type: ignore[method-assign]
         self._threads.append(thread)
 
-    def _profile(self, frame: Any, event: str, argument: Any) -> None:
-        """Stop the calling thread, if need be. Python calls this at each of its calls."""
-        if self._open.is_set():
-            return
-        if self._asleep is None or self._engine.look() != self._asleep:
-            self._stop(threading.current_thread())
+    def _is_waited_for(self) -> bool:
+        """Return whether the engine's thread still sleeps where it was found to be blocked."""
+        return self._asleep is not None and self._engine.look() == self._asleep
 
     def _stop(self, thread: threading.Thread) -> None:
         self._stopped.add(thread)

@@ -103,8 +103,8 @@ class CacheObserver:
         self.levels = 0
         """How many levels there are."""
         self._keys: list[set[str]] = []
-        # Loads that have arrived and may still be promoted: request, and its loaded tokens.
-        self._unpromoted: list[tuple[Any, int]] = []
+        # Loads that have arrived and may still be promoted: request, and the loaded positions.
+        self._unpromoted: list[tuple[Any, int, int]] = []
         # Of each level the lookups that it had more for than the faster ones; see cache.reached.
         self._chances: dict[int, list[dict[str, Any]]] = {}
         self._kv_bytes = kv_bytes
@@ -154,10 +154,10 @@ class CacheObserver:
         for event in events:
             arrived = event["kind"] == "load.due" and not event["missing"]
             if arrived and not event["reported_failed"] and event["req"] in self._requests:
-                request = self._requests[event["req"]]
-                loaded = self._loaded(request, event["local"] + event["granted"], state)
+                request, local = self._requests[event["req"]], event["local"]
+                loaded = self._loaded(request, local, local + event["granted"], state)
                 if _waits_for_promotion(loaded):
-                    self._unpromoted.append((request, loaded["end"]))
+                    self._unpromoted.append((request, local, loaded["end"]))
                 else:
                     self.trace.emit("cache.loaded", **loaded)
         if state != self._last:
@@ -190,10 +190,10 @@ class CacheObserver:
         while (state := self._look())["held"] and next(waiting, False):
             pass
         waiting = waits(min(patience, PROMOTES))
-        for request, end in self._unpromoted:
-            loaded = self._loaded(request, end, self._look())
+        for request, local, end in self._unpromoted:
+            loaded = self._loaded(request, local, end, self._look())
             while _waits_for_promotion(loaded) and next(waiting, False):
-                loaded = self._loaded(request, end, self._look())
+                loaded = self._loaded(request, local, end, self._look())
             self.trace.emit("cache.loaded", **loaded)
         self.release()
         for level, lookups in self._chances.items():
@@ -205,10 +205,18 @@ class CacheObserver:
         """Keep no request any longer, also if the engine does not come to rest."""
         self._unpromoted.clear()
 
-    def _loaded(self, request: Any, end: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _loaded(
+        self, request: Any, local: int, end: int, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return the fields of cache.loaded. `state`: what `_look` has just returned."""
         cached, room = self._cached(request), _has_room(state)
-        return {"req": request.request_id, "end": end, "cached": cached, "room": room}
+        return {
+            "req": request.request_id,
+            "local": local,
+            "end": end,
+            "cached": cached,
+            "room": room,
+        }
 
     def _cached(self, request: Any) -> list[int]:
         """Return the tokens that the levels have. UsageError if there is none per level."""
@@ -314,7 +322,7 @@ def _as_it_is(state: Any) -> Any:
 def _waits_for_promotion(loaded: Mapping[str, Any]) -> bool:
     """Return whether the first level has room, and not yet what was loaded. See cache.loaded."""
     cached = loaded["cached"]
-    return bool(cached[0] < loaded["end"] <= cached[-1] and loaded["room"])
+    return bool(loaded["local"] <= cached[0] < loaded["end"] <= cached[-1] and loaded["room"])
 
 
 def _has_room(state: Mapping[str, Any]) -> bool:

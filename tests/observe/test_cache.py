@@ -136,8 +136,8 @@ class Levels:
 ARRIVED = {
     "kind": "load.due",
     "req": "b",
-    "local": 4,
-    "granted": 8,
+    "local": 0,
+    "granted": 12,
     "missing": [],
     "reported_failed": False,
 }
@@ -177,6 +177,11 @@ def test_a_load_may_be_promoted_until_all_requests_have_ended() -> None:
 def test_a_load_that_cannot_be_promoted_is_noted_at_once(inspector: Levels) -> None:
     kinds = [event["kind"] for event in after_a_load(inspector)]
     assert kinds == ["cache.loaded", "cache.state", "run.end", "cache.ended"]
+
+
+def test_a_load_behind_tokens_that_the_first_level_lacks_is_noted_at_once() -> None:
+    events = after_a_load(Levels([0, 12]), local=4, granted=8)
+    assert events[0]["kind"] == "cache.loaded"
 
 
 def test_a_load_that_is_never_promoted_is_noted_with_the_room_that_there_is() -> None:
