@@ -263,7 +263,7 @@ def one(
     """
     dice = Dice(seed)
     engine, scheduling = dice.pick(engines), dice.pick(schedulings)
-    depth = dice.pick([2, 2, 3])
+    depth = dice.pick([2, 2, 3, 4])
     relations: list[str] = []
     if simple:
         block, drafts, theme = 4, 0, "plain"

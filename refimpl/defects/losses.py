@@ -101,6 +101,18 @@ class OverlooksFirstBlock(ReferenceConnector):
         return self._bad.isdisjoint(save.table[1:])
 
 
+class ForgetsFailuresEarly(ReferenceConnector):
+    """Remembers a failed load for two steps: as many as asynchronous scheduling has in flight."""
+
+    _ages: dict[int, int]
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        ages = self.__dict__.get("_ages", {})
+        self._ages = {block: ages.get(block, 0) + 1 for block in self._bad}
+        self._bad -= {block for block, age in self._ages.items() if age > 1}
+
+
 class TrustsOlderReports(ReferenceConnector):
     """Takes the blocks of a load for filled at the next report, which is about an older step."""
 
