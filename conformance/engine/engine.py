@@ -251,3 +251,4 @@ class Engine:
                 with self.ranks.driving(rank):
                     rank.half.shutdown()
             self.connector.shutdown()
+        device.current.catch_up()  # threads that are about to end
