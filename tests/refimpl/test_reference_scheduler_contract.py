@@ -117,9 +117,11 @@ def test_block_state_is_gone_after_the_hook() -> None:
     assert tables == {"r0": ([1, 2, 3],)}
 
 
-@pytest.mark.parametrize(
-    "policy", sorted({*policies()} - {"late-workers", "late-threads"})
-)  # not the scheduler's
+OTHERS = {"late-workers", "late-threads"}
+"""Policies that are not the scheduler's."""
+
+
+@pytest.mark.parametrize("policy", sorted({*policies()} - OTHERS))
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 def test_liberties_do_not_change_the_output(policy: str, scheduling: str) -> None:
     """Whatever liberty the engine takes, clients see the same tokens, and all blocks come back."""
