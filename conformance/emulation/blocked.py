@@ -33,7 +33,7 @@ GONE = Look(runnable=False, switches=-1)
 
 
 def look_at(thread: threading.Thread) -> Look:
-    """Return what a thread does now; GONE if it has ended, or where the system has no /proc."""
+    """Return what a thread does now; GONE if it has ended, or where /proc does not tell."""
     if thread.ident is None:
         return Look(runnable=True, switches=0)
     # In a process that was forked, the main thread keeps the number that its parent's had.
@@ -41,19 +41,27 @@ def look_at(thread: threading.Thread) -> Look:
     try:
         with open(f"/proc/self/task/{number}/status", "rb") as file:
             text = file.read()
-    except OSError:
+        _, voluntary, forced = text.split(_SWITCHES)
+    except (OSError, ValueError):
         return GONE
-    _, voluntary, forced = text.split(_SWITCHES)
     runnable = b"\nState:\tR" in text
     return Look(runnable, int(voluntary.split(maxsplit=1)[0]) + int(forced))
 
 
-def wait_until_blocked(threads: Callable[[], Sequence[threading.Thread]]) -> None:
-    """Let other threads run until all of these are blocked, or have ended."""
+def wait_until_blocked(
+    threads: Callable[[], Sequence[threading.Thread]],
+    *,
+    pause: float = PAUSE,
+    longest: float = LONGEST,
+) -> None:
+    """Let other threads run until all of these have slept for `pause` seconds, or have ended.
+
+    Returns after `longest` seconds in any case.
+    """
     before = None
     since = time.monotonic()
-    while (waited := threads()) and time.monotonic() - since < LONGEST:
-        time.sleep(PAUSE)
+    while (waited := threads()) and time.monotonic() - since < longest:
+        time.sleep(pause)
         now = list(map(look_at, waited))
         if now == before and not any(look.runnable for look in now):
             return

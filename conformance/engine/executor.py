@@ -250,9 +250,9 @@ class Executor:
         oracle = rank.worker.oracle
         oracle.check_writes("wait_for_save")
         device.current.finish()
-        device.current.step_over()
         self._due(oracle)
         oracle.settle_reads()
+        device.current.step_over()
 
     def _due(self, oracle: Oracle) -> None:
         """Close the grants that the engine relies on from now on."""

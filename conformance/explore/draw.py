@@ -354,7 +354,7 @@ def one(
     if theme in ("plain", "failing") and not simple and not relations:
         relations = list(dice.pick(PROCESSES)) if dice.one_in(40) else []
     if not slows and not simple and dice.one_in(4):  # on a CPU, which has no streams
-        policies = [*policies, *{"late-threads"} - {*policies}]
+        policies = sorted({*policies, "late-threads"})
     return make(
         f"drawn.{seed.replace('/', '.')}",
         "Drawn at random.",

@@ -2,19 +2,22 @@
 """A CPU on which the connector's threads are late: they run when something waits for them.
 
 Nothing says when a thread that copies KV gets time: storage is slow, a machine is busy, and Python
-runs one thread at a time. So each thread that begins within the run stops at the next Python call
-that it makes, and goes on in three cases:
+runs one thread at a time. So each thread that begins within the run stops at the next call or
+return, of Python or of C, and goes on in these cases:
 
-- The engine's thread is blocked, for instance because it waits for the thread.
+- The engine's thread sleeps, for instance because it waits for the thread.
+- The engine's thread has done no step for OVERDUE seconds: it may poll the thread.
 - The engine has gone on for some steps since the thread stopped: more steps on a later rank, so
   that the ranks end a transfer in different steps.
-- Stored content is asked for next, or the run ends.
+- Stored content is asked for next, the harness waits for something, or the run ends.
 
-Threads of native code are not stopped, nor are those that began before the run.
+Threads of native code are not stopped, nor are those that began before the run, or in a process
+that was forked.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +28,7 @@ from kvconform.emulation.blocked import Look, look_at, wait_until_blocked
 from kvconform.emulation.patch import Patches
 from kvconform.kv import device
 from kvconform.kv.device import Cpu
+from kvconform.process import clock
 
 PATIENCE = 20
 """Steps after which the stopped threads of the first rank go on."""
@@ -33,7 +37,19 @@ LAG = 8
 LOOK = 0.001
 """Seconds between two looks of a stopped thread at the engine's."""
 LOOKS = 3
-"""Looks that find the engine's thread asleep since the last one, until it counts as blocked."""
+"""Looks that find the engine's thread asleep since the one before, until it counts as blocked."""
+MANY = 200
+"""Calls of threads that the engine waits for, each with a look at the engine's thread."""
+FRESH = 0.0002
+"""Seconds for which a look holds after these calls: it takes longer than a call."""
+OVERDUE = 0.15
+"""Seconds without a step after which nothing is late any more, until the next step."""
+PAUSED = 2.0
+"""The same while the engine's thread waits until the others are blocked or stopped."""
+QUIET = 0.005
+"""Seconds for which threads that were let go must have slept until they are stopped again."""
+BUSY = 0.05
+"""Seconds for which a step waits, at most, until threads are blocked or stopped."""
 OURS = "kvconform-"
 """How the names of the harness's own threads begin."""
 
@@ -44,19 +60,33 @@ class _Engine:
     def __init__(self) -> None:
         self._thread = threading.current_thread()
         self._pauses = False  # until the others have done what they can
+        self._latest = clock.monotonic()  # when it did its latest step
 
     def look(self) -> Look | None:
         """Return how the thread looks while it sleeps; None if it runs, or only pauses."""
         now = look_at(self._thread)
         return None if self._pauses or now.runnable else now
 
-    def pause(self, threads: Callable[[], Sequence[threading.Thread]]) -> None:
-        """Let these threads go on until they are blocked."""
+    @property
+    def overdue(self) -> bool:
+        """Whether its latest step was long ago."""
+        return clock.monotonic() - self._latest > (PAUSED if self._pauses else OVERDUE)
+
+    def pause(
+        self,
+        threads: Callable[[], Sequence[threading.Thread]],
+        *,
+        quiet: float | None = None,
+        longest: float | None = None,
+    ) -> None:
+        """Wait until these threads are blocked; see wait_until_blocked."""
+        given = {"pause": quiet, "longest": longest}
         self._pauses = True
         try:
-            wait_until_blocked(threads)
+            wait_until_blocked(threads, **{name: s for name, s in given.items() if s is not None})
         finally:
             self._pauses = False
+            self._latest = clock.monotonic()
 
 
 class _Gate:
@@ -64,18 +94,22 @@ class _Gate:
 
     def __init__(self, engine: _Engine) -> None:
         self._engine = engine
-        self._threads: list[threading.Thread] = []
+        self._threads: set[threading.Thread] = set()
         self._stopped: set[threading.Thread] = set()
         self._steps = 0  # since one was stopped
         self._open = threading.Event()
-        self._asleep: Look | None = None  # the engine's thread, waiting for these threads
+        self._for_good = False
+        self._asleep: Look | None = None  # the engine's thread, when it was found to be blocked
+        self._calls, self._looked = 0, 0.0  # since then, and when it was looked at
 
     def add(self, thread: threading.Thread) -> None:
         """Stop this thread, which is about to start, from now on."""
-        run = thread.run
+        run, process = thread.run, os.getpid()
 
         def called(frame: Any, event: str, argument: Any) -> None:
-            if not self._open.is_set() and not self._is_waited_for():
+            if self._for_good or os.getpid() != process:
+                sys.setprofile(None)
+            elif not self._open.is_set() and not self._goes_on():
                 self._stop(thread)
 
         def run_late() -> None:
@@ -84,41 +118,60 @@ class _Gate:
                 run()
             finally:
                 sys.setprofile(None)  # what comes next takes the thread out of Python's list
+                self.remove(thread)
 
         thread.run = run_late  # type: ignore[method-assign]
-        self._threads.append(thread)
+        thread.kvconform_gate = self  # type: ignore[attr-defined]
+        self._threads.add(thread)
 
-    def _is_waited_for(self) -> bool:
-        """Return whether the engine's thread still sleeps where it was found to be blocked."""
-        return self._asleep is not None and self._engine.look() == self._asleep
+    def remove(self, thread: threading.Thread) -> None:
+        """Forget a thread, which ends, or could not be started."""
+        self._threads.discard(thread)
+        vars(thread).pop("run", None)
+
+    def _goes_on(self) -> bool:
+        """Return whether the engine's thread is overdue, or still sleeps as when it was blocked."""
+        if self._engine.overdue:
+            return True
+        if self._asleep is None:
+            return False
+        now = clock.monotonic()
+        self._calls += 1
+        if self._calls < MANY or now - self._looked >= FRESH:
+            self._looked = now
+            if self._engine.look() != self._asleep:
+                self._asleep = None
+        return self._asleep is not None
 
     def _stop(self, thread: threading.Thread) -> None:
         self._stopped.add(thread)
         before, looks = None, 0
-        while looks < LOOKS and not self._open.wait(LOOK):
+        while looks < LOOKS and not self._open.wait(LOOK) and not self._engine.overdue:
             now = self._engine.look()
             looks = looks + 1 if now is not None and now == before else 0
             before = now
-        self._asleep = before
+        if looks == LOOKS:
+            self._asleep, self._calls = before, 0
         self._stopped.discard(thread)
 
     def step(self, patience: int) -> None:
         """Count a step of the engine; let the threads go on if one was stopped for `patience`."""
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._engine.pause(lambda: [each for each in self._threads if each not in self._stopped])
+        self._engine.pause(lambda: [*self._threads - self._stopped], longest=BUSY)
         self._steps = self._steps + 1 if self._stopped else 0
         if self._steps > patience:
             self.let_go()
 
     def let_go(self) -> None:
         """Let the threads go on until all of them are blocked, and stop them again."""
-        self._open.set()
-        self._engine.pause(lambda: self._threads)
-        self._open.clear()
+        if self._threads:
+            self._open.set()
+            self._engine.pause(lambda: [*self._threads], quiet=QUIET)
+            self._open.clear()
         self._steps = 0
 
-    def open(self) -> None:
+    def end(self) -> None:
         """Let the threads go on, and stop none of them any more."""
+        self._for_good = True
         self._open.set()
 
 
@@ -127,19 +180,29 @@ class LateThreads(Cpu):
 
     def __init__(self) -> None:
         self._engine = _Engine()
+        self._process = os.getpid()
         self._rank = 0
         self._gates: dict[int, _Gate] = {}
-        self._gate_of: dict[threading.Thread, _Gate] = {}
 
-    def starting(self, thread: threading.Thread) -> None:
-        """Take note of a thread that starts now: it is the current rank's, or its starter's."""
-        if thread.name.startswith(OURS):
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this process was forked since: it has none of the threads."""
+        return os.getpid() != self._process
+
+    def start(self, thread: threading.Thread, start: Callable[[threading.Thread], None]) -> None:
+        """Start a thread: one of the current rank's, or of its starter's, unless it is ours."""
+        if self.is_elsewhere or thread.name.startswith(OURS):
+            start(thread)
             return
-        gate = self._gate_of.get(threading.current_thread())
+        gate = getattr(threading.current_thread(), "kvconform_gate", None)
         if gate is None:
             gate = self._gates.setdefault(self._rank, _Gate(self._engine))
-        self._gate_of[thread] = gate
         gate.add(thread)
+        try:
+            start(thread)
+        except BaseException:
+            gate.remove(thread)
+            raise
 
     def driving(self, rank: int) -> None:
         """See Timeline."""
@@ -147,18 +210,21 @@ class LateThreads(Cpu):
 
     def step_over(self) -> None:
         """See Timeline."""
-        if self._rank in self._gates:
-            self._gates[self._rank].step(PATIENCE + LAG * self._rank)
+        gate = self._gates.get(self._rank)
+        if gate is not None and not self.is_elsewhere:
+            gate.step(PATIENCE + LAG * self._rank)
 
     def catch_up(self) -> None:
         """See Timeline."""
-        for gate in self._gates.values():
-            gate.let_go()
+        if not self.is_elsewhere:
+            for gate in list(self._gates.values()):
+                gate.let_go()
 
     def close(self) -> None:
         """Let all threads go on for good."""
-        for gate in self._gates.values():
-            gate.open()
+        if not self.is_elsewhere:
+            for gate in list(self._gates.values()):
+                gate.end()
 
 
 @contextmanager
@@ -170,8 +236,9 @@ def late_threads() -> Iterator[LateThreads]:
 
     def start_late(thread: threading.Thread) -> None:
         if device.current is made:  # not of a run inside this one
-            made.starting(thread)
-        start(thread)
+            made.start(thread, start)
+        else:
+            start(thread)
 
     patches.set(threading.Thread, "start", start_late)
     try:

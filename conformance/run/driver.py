@@ -370,6 +370,7 @@ class Driver:
         """Repeat a step in which the connector only answered lookups with None, PATIENCE times."""
         for attempt in range(PATIENCE):
             if attempt:
+                device.current.catch_up()
                 time.sleep(PAUSES[min(attempt, len(PAUSES)) - 1])
             before = len(self.trace.events)
             iterate()
@@ -636,6 +637,7 @@ class Driver:
 
     def close(self, *, shut_down: bool, crashed: bool = False) -> None:
         """Emit run.end and, with `shut_down`, shut the connector down."""
+        device.current.catch_up()
         self._conclude_cache(sizes=True)
         if self.engine.ledger.leaked():
             gc.collect()  # the objects may be a cycle of garbage

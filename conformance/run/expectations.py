@@ -344,10 +344,10 @@ class Reloads:
         ended = [
             e for e in self._of_source("req.finished", source) if e["status"] != "FINISHED_ERROR"
         ]
-        lost = self._lost_loads()
-        own = [e for e in lost if e["kind"] == "transfer.failed" and e["req"] == state.ids[source]]
-        over = bool(ended and own) and lost[-1]["seq"] < ended[-1]["seq"]
-        if not over or not self._is_declared or self._may_be_gone(source):
+        failed = [e for e in state.trace.events if e["kind"] == "transfer.failed"]
+        own = [e for e in failed if e["req"] == state.ids[source]]
+        over = bool(ended and own) and failed[-1]["seq"] < ended[-1]["seq"]
+        if not over or not self._is_declared or self._may_be_gone(source) or self._is_failing():
             return
         promised, found = self._promised(source, request, event)
         state.trace.emit(
@@ -358,17 +358,15 @@ class Reloads:
             reloadable=found,
         )
 
-    def _lost_loads(self) -> list[Event]:
-        """Return the failures of loads, and the grants of loads that are made to fail.
-
-        Of these, the connector has seen that the content is gone before it reports so.
-        """
-        return [
-            e
-            for e in self.state.trace.events
-            if e["kind"] == "transfer.failed"
-            or (e["kind"] == "alloc" and e["external"] > 0 and e["req"] in self.state.failing)
-        ]
+    def _is_failing(self) -> bool:
+        """Return whether a load is under way that fails; the connector may know of it already."""
+        under_way: set[str] = set()
+        for e in self.state.trace.events:
+            if e["kind"] == "alloc" and e["external"]:
+                under_way.add(e["req"])
+            elif e["kind"] == "load.due":
+                under_way.discard(e["req"])
+        return not under_way.isdisjoint(self.state.failing)
 
     def _may_be_gone(self, source: str) -> bool:
         """Return whether some KV of `source` was reset, or met a full disk."""
@@ -444,11 +442,20 @@ class Reloads:
         return False
 
     def _broke(self, source: str) -> bool:
-        """Return whether a load of content that begins like that of `source` failed, or will."""
+        """Return whether a load of content that begins like that of `source` has failed.
+
+        A load in progress counts if it was made to fail: the connector has seen that it is gone.
+        """
         state = self.state
-        lost = {e["req"] for e in self._lost_loads()}
+        events = state.trace.events
+        failed = {e["req"] for e in events if e["kind"] == "transfer.failed"}
+        failed |= {
+            e["req"]
+            for e in events
+            if e["kind"] == "alloc" and e["external"] > 0 and e["req"] in state.failing
+        }
         return any(
-            state.ids[name] in lost and state.start_alike(name, source) for name in state.prompts
+            state.ids[name] in failed and state.start_alike(name, source) for name in state.prompts
         )
 
     def _outlived(self, source: str) -> bool:

@@ -17,6 +17,7 @@ from typing import NoReturn, Protocol
 from kvconform.config.target import Target
 from kvconform.contract.trace import Event, Place, Trace
 from kvconform.engine.engine import Engine
+from kvconform.kv import device
 from kvconform.process import clock
 
 STALL_STEPS = 60
@@ -103,7 +104,7 @@ class StallDetector:
         if self.leapt < LEASE and reason is not None:
             if not self.leapt:  # once the clock was set forward, each further step does it
                 if self._waits(BEFORE[reason] * target.stall_seconds):
-                    time.sleep(0.002)
+                    _pause()
                     return False
                 self._spend()
             self.leapt += LEAP
@@ -111,7 +112,7 @@ class StallDetector:
             self.trace.emit("clock.advanced", seconds=LEAP, why=reason)
             return False
         if self._waits(target.stall_seconds):
-            time.sleep(0.002)
+            _pause()
             return False
         self._spend()
         return True
@@ -174,6 +175,12 @@ class StallDetector:
             return False
         later = zip(steps, steps[period:], strict=False)
         return len(steps) >= period and all(_alike(one, other) for one, other in later)
+
+
+def _pause() -> None:
+    """Give the connector some time."""
+    device.current.catch_up()
+    time.sleep(0.002)
 
 
 def _alike(one: list[Event], other: list[Event]) -> bool:
