@@ -37,6 +37,8 @@ REST = 0.5
 """Seconds before it is repeated again, if threads or processes may be storing."""
 PAUSE = 0.05
 """Seconds after which what is held is counted again, until they change nothing any more."""
+STILL = 2
+"""How often in a row they must have changed nothing: a timer may be late."""
 MOST_PAUSES = 20
 """How often that is done at most."""
 SHORT = 17
@@ -154,11 +156,12 @@ def _rested(driver: Driven) -> dict[str, Census]:
 def _settled(driver: Driven) -> dict[str, Census]:
     """Return what is held when nothing is under way, as far as threads come to an end soon."""
     driver.settle(IDLE)
-    found = _censuses(driver)
+    found, still = _censuses(driver), 0
     for _ in range(MOST_PAUSES if alive.works_aside() else 0):
         time.sleep(PAUSE)
         before, found = found, _censuses(driver)
-        if found == before:
+        still = still + 1 if found == before else 0
+        if still == STILL:
             break
     return found
 
