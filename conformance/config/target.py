@@ -116,14 +116,20 @@ class Target:
         """Return the declared capabilities of the connector's class `cls`.
 
         The configuration's override those of the class (`kvconform_capabilities(extra_config)`).
+        UsageError if that raises, or gives no dict.
         """
-        found: dict[str, Any] = {}
-        offered = getattr(cls, "kvconform_capabilities", None)
+        offered = getattr(cls, "kvconform_capabilities", {})
         if callable(offered):
-            found |= offered(dict(self.extra_config))
-        elif isinstance(offered, dict):
-            found |= offered
-        return found | self.capabilities
+            try:
+                offered = offered(dict(self.extra_config))
+            except Exception as error:
+                raise UsageError(f"kvconform_capabilities raised {_one_line(error)}") from error
+        if not isinstance(offered, dict):
+            raise UsageError(
+                f"kvconform_capabilities gives {offered!r}; it must be a dict, or a callable that"
+                " takes the extra configuration and returns one"
+            )
+        return offered | self.capabilities
 
 
 def _substitute(value: Any, given: dict[str, str]) -> Any:

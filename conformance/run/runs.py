@@ -64,10 +64,7 @@ def caps_of(variant: Variant, target: Target, profile: Profile) -> dict[str, Any
         declared = after.declared(after.resolve())
         complete(declared)
     except UsageError as error:
-        raise UsageError(f"[extra_config_after_restart]: {error}") from None
-    except Exception as error:
-        what = f"kvconform_capabilities raised {type(error).__name__}: {error}"
-        raise UsageError(f"[extra_config_after_restart]: {what}") from error
+        raise UsageError(f"[extra_config_after_restart]: {error}") from error
     return common(profile.caps, declared)
 
 

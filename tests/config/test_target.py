@@ -84,3 +84,18 @@ def test_configuration_overrides_what_the_class_declares() -> None:
     )
     assert target.declared(Declares) == {"saves": "none", "store": True}
     assert target.declared(None) == target.declared(NotOne) == {"saves": "none"}
+
+
+@pytest.mark.parametrize(
+    ("offered", "sentence"),
+    [
+        (lambda extra: extra["key"], "kvconform_capabilities raised KeyError: 'key'"),
+        (lambda extra: None, "kvconform_capabilities gives None; it must be a dict"),
+        (["store"], r"kvconform_capabilities gives \['store'\]; it must be a dict"),
+    ],
+)
+def test_capabilities_that_are_no_declaration(offered: object, sentence: str) -> None:
+    given = staticmethod(offered) if callable(offered) else offered
+    cls = type("Conn", (), {"kvconform_capabilities": given})
+    with pytest.raises(UsageError, match=f"^{sentence}"):
+        Target(connector="own:Conn").declared(cls)
