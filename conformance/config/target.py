@@ -116,10 +116,12 @@ class Target:
         """Return the declared capabilities of the connector's class `cls`.
 
         The configuration's override those of the class (`kvconform_capabilities(extra_config)`).
-        UsageError if that raises, or gives no dict.
+        UsageError if that raises, or gives no dict; None declares nothing.
         """
-        offered = getattr(cls, "kvconform_capabilities", {})
-        if callable(offered):
+        offered = getattr(cls, "kvconform_capabilities", None)
+        if offered is None:
+            offered = {}
+        elif callable(offered):
             try:
                 offered = offered(dict(self.extra_config))
             except Exception as error:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvconform.emulation.blocked import Look, look_at, wait_until_blocked
+from kvconform.emulation.blocked import LONGEST, PAUSE, Look, look_at, wait_until_blocked
 from kvconform.emulation.patch import Patches
 from kvconform.kv import device
 from kvconform.kv.device import Cpu
@@ -76,14 +76,13 @@ class _Engine:
         self,
         threads: Callable[[], Sequence[threading.Thread]],
         *,
-        quiet: float | None = None,
-        longest: float | None = None,
+        quiet: float = PAUSE,
+        longest: float = LONGEST,
     ) -> None:
         """Wait until these threads are blocked; see wait_until_blocked."""
-        given = {"pause": quiet, "longest": longest}
         self._pauses = True
         try:
-            wait_until_blocked(threads, **{name: s for name, s in given.items() if s is not None})
+            wait_until_blocked(threads, pause=quiet, longest=longest)
         finally:
             self._pauses = False
             self._latest = clock.monotonic()
@@ -185,13 +184,13 @@ class LateThreads(Cpu):
         self._gates: dict[int, _Gate] = {}
 
     @property
-    def is_elsewhere(self) -> bool:
-        """Whether this process was forked since: it has none of the threads."""
+    def _is_forked(self) -> bool:
+        """Whether this process was forked since; it has none of the threads."""
         return os.getpid() != self._process
 
     def start(self, thread: threading.Thread, start: Callable[[threading.Thread], None]) -> None:
         """Start a thread: one of the current rank's, or of its starter's, unless it is ours."""
-        if self.is_elsewhere or thread.name.startswith(OURS):
+        if self._is_forked or thread.name.startswith(OURS):
             start(thread)
             return
         gate = getattr(threading.current_thread(), "kvconform_gate", None)
@@ -211,18 +210,18 @@ class LateThreads(Cpu):
     def step_over(self) -> None:
         """See Timeline."""
         gate = self._gates.get(self._rank)
-        if gate is not None and not self.is_elsewhere:
+        if gate is not None and not self._is_forked:
             gate.step(PATIENCE + LAG * self._rank)
 
     def catch_up(self) -> None:
         """See Timeline."""
-        if not self.is_elsewhere:
+        if not self._is_forked:
             for gate in list(self._gates.values()):
                 gate.let_go()
 
     def close(self) -> None:
         """Let all threads go on for good."""
-        if not self.is_elsewhere:
+        if not self._is_forked:
             for gate in list(self._gates.values()):
                 gate.end()
 
