@@ -492,8 +492,8 @@ def a_new_request_has_what_the_model_runner_reads(bench: Bench) -> None:
 
 
 @brings_about("depth")
-def up_to_three_steps_are_in_flight(bench: Bench) -> None:
-    for depth, asynchronous, stages in ((1, False, 1), (2, True, 1), (3, True, 2)):
+def up_to_four_steps_are_in_flight(bench: Bench) -> None:
+    for depth, asynchronous, stages in ((1, False, 1), (2, True, 1), (3, True, 2), (4, True, 3)):
         config = make_config(asynchronous=asynchronous, stages=stages, budget=8)
         bench.patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
         core = start(config)
