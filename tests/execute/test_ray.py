@@ -55,7 +55,7 @@ def test_a_lost_node_costs_nothing_and_a_lost_process_its_piece(
         yield from (("end-actor", 0), ("exit", 5))
         tries = iter(range(2_000))
         while nodes.worker_nodes and next(tries, None) is not None:  # until that node is lost
-            yield "node", 0.05
+            yield "node", 0.5  # long enough to be under way when the node is lost
         yield from (("kill", 0), *sleeps)
 
     found: list[tuple[Piece, object]] = []
