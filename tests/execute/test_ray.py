@@ -6,6 +6,7 @@ They are skipped where the package ray is missing.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -123,6 +124,7 @@ def test_exploration_finds_the_same_as_local_processes(tmp_path: Path) -> None:
         done = subprocess.run(
             [*command, "--shrink", "10", "--out", "found", "--executor", where],
             cwd=folder,
+            env={**os.environ, "COLUMNS": "200"},  # no line breaks that depend on a time
             capture_output=True,
             text=True,
             timeout=1800,
