@@ -59,6 +59,7 @@ class _Engine:
 
     def __init__(self) -> None:
         self._thread = threading.current_thread()
+        self._process = os.getpid()
         self._pauses = False  # until the others have done what they can
         self._latest = clock.monotonic()  # when it did its latest step
 
@@ -66,6 +67,11 @@ class _Engine:
         """Return how the thread looks while it sleeps; None if it runs, or only pauses."""
         now = look_at(self._thread)
         return None if self._pauses or now.runnable else now
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this process was forked since; none of the stopped threads are in it."""
+        return os.getpid() != self._process
 
     @property
     def overdue(self) -> bool:
@@ -103,10 +109,10 @@ class _Gate:
 
     def add(self, thread: threading.Thread) -> None:
         """Stop this thread, which is about to start, from now on."""
-        run, process = thread.run, os.getpid()
+        run = thread.run
 
         def called(frame: Any, event: str, argument: Any) -> None:
-            if self._for_good or os.getpid() != process:
+            if self._for_good or self._engine.is_elsewhere:
                 sys.setprofile(None)
             elif not self._open.is_set() and not self._goes_on():
                 self._stop(thread)
@@ -179,18 +185,12 @@ class LateThreads(Cpu):
 
     def __init__(self) -> None:
         self._engine = _Engine()
-        self._process = os.getpid()
         self._rank = 0
         self._gates: dict[int, _Gate] = {}
 
-    @property
-    def _is_forked(self) -> bool:
-        """Whether this process was forked since; it has none of the threads."""
-        return os.getpid() != self._process
-
     def start(self, thread: threading.Thread, start: Callable[[threading.Thread], None]) -> None:
         """Start a thread: one of the current rank's, or of its starter's, unless it is ours."""
-        if self._is_forked or thread.name.startswith(OURS):
+        if self._engine.is_elsewhere or thread.name.startswith(OURS):
             start(thread)
             return
         gate = getattr(threading.current_thread(), "kvconform_gate", None)
@@ -210,18 +210,18 @@ class LateThreads(Cpu):
     def step_over(self) -> None:
         """See Timeline."""
         gate = self._gates.get(self._rank)
-        if gate is not None and not self._is_forked:
+        if gate is not None and not self._engine.is_elsewhere:
             gate.step(PATIENCE + LAG * self._rank)
 
     def catch_up(self) -> None:
         """See Timeline."""
-        if not self._is_forked:
+        if not self._engine.is_elsewhere:
             for gate in list(self._gates.values()):
                 gate.let_go()
 
     def close(self) -> None:
         """Let all threads go on for good."""
-        if not self._is_forked:
+        if not self._engine.is_elsewhere:
             for gate in list(self._gates.values()):
                 gate.end()
 

@@ -54,7 +54,7 @@ from kvconform.run.namesakes import Namesakes
 from kvconform.run.promises import Promises
 from kvconform.run.records import Progress, Reload, RunState, Snapshot
 from kvconform.run.soak import soak
-from kvconform.run.stall import StallDetector
+from kvconform.run.stall import StallDetector, give_time
 
 PATIENCE = 12
 """How often a step is repeated in which the connector only answered lookups with None."""
@@ -370,8 +370,7 @@ class Driver:
         """Repeat a step in which the connector only answered lookups with None, PATIENCE times."""
         for attempt in range(PATIENCE):
             if attempt:
-                device.current.catch_up()
-                time.sleep(PAUSES[min(attempt, len(PAUSES)) - 1])
+                give_time(PAUSES[min(attempt, len(PAUSES)) - 1])
             before = len(self.trace.events)
             iterate()
             done = self.trace.events[before:]

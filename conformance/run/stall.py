@@ -39,6 +39,8 @@ PATIENCE = 60.0
 
 Also those that earlier runs have left.
 """
+NAP = 0.002
+"""Seconds that one of these steps waits."""
 LOOK = 0.05
 """Seconds between two looks at what the connector has."""
 
@@ -104,7 +106,7 @@ class StallDetector:
         if self.leapt < LEASE and reason is not None:
             if not self.leapt:  # once the clock was set forward, each further step does it
                 if self._waits(BEFORE[reason] * target.stall_seconds):
-                    _pause()
+                    give_time(NAP)
                     return False
                 self._spend()
             self.leapt += LEAP
@@ -112,7 +114,7 @@ class StallDetector:
             self.trace.emit("clock.advanced", seconds=LEAP, why=reason)
             return False
         if self._waits(target.stall_seconds):
-            _pause()
+            give_time(NAP)
             return False
         self._spend()
         return True
@@ -177,10 +179,10 @@ class StallDetector:
         return len(steps) >= period and all(_alike(one, other) for one, other in later)
 
 
-def _pause() -> None:
-    """Give the connector some time."""
+def give_time(seconds: float) -> None:
+    """Wait, and let threads that the device holds up go on."""
     device.current.catch_up()
-    time.sleep(0.002)
+    time.sleep(seconds)
 
 
 def _alike(one: list[Event], other: list[Event]) -> bool:

@@ -104,13 +104,12 @@ class OverlooksFirstBlock(ReferenceConnector):
 class ForgetsFailuresEarly(ReferenceConnector):
     """Remembers a failed load for two steps: as many as asynchronous scheduling has in flight."""
 
-    _ages: dict[int, int]
+    _known: frozenset[int] = frozenset()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        ages = self.__dict__.get("_ages", {})
-        self._ages = {block: ages.get(block, 0) + 1 for block in self._bad}
-        self._bad -= {block for block, age in self._ages.items() if age > 1}
+        self._bad -= self._known
+        self._known = frozenset(self._bad)
 
 
 class TrustsOlderReports(ReferenceConnector):

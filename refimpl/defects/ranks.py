@@ -114,10 +114,11 @@ class FirstHeads(_Ranked):
         self._store = own
 
 
-class ClaimsForOneRank(Drifting):
+class CountsOneRank(ReferenceConnector):
     """Counts a chunk as stored once the first rank has stored it.
 
-    What another rank does not find, it does not load.
+    What another rank does not find, it does not load. Base of connectors whose ranks store at
+    different times.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -127,6 +128,10 @@ class ClaimsForOneRank(Drifting):
     def _load_layer(self, piece: Piece, layer: str) -> bool:
         super()._load_layer(piece, layer)
         return True
+
+
+class ClaimsForOneRank(CountsOneRank, Drifting):
+    """Claims what one rank has stored; the transfers of the next take two steps longer."""
 
 
 class OnlyFirstReports(_Ranked):

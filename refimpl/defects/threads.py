@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvconform.refimpl.cache.chunks import open_store
-from kvconform.refimpl.plan import Piece
+from kvconform.refimpl.defects.ranks import CountsOneRank
 from kvconform.refimpl.variants.threads import SavingThreads, Threads
 
 if TYPE_CHECKING:
@@ -52,13 +51,5 @@ class ReportsLoadsThatBegan(Threads):
         return sent, (received or set()) | begun or None
 
 
-class StoredOnOneRank(SavingThreads):
-    """Counts a chunk as stored once the first rank has stored it; another one may load nothing."""
-
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        self._store.has = open_store(self.options.store).has  # type: ignore[method-assign]
-
-    def _load_layer(self, piece: Piece, layer: str) -> bool:
-        super()._load_layer(piece, layer)
-        return True
+class StoredOnOneRank(CountsOneRank, SavingThreads):
+    """Claims what a thread of one rank has stored; those of the next get time later."""
