@@ -21,6 +21,7 @@ from kvconform.refimpl.faulty import Target, with_arguments
 from kvconform.refimpl.keys import root_key
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save
 from kvconform.refimpl.variants.ranks import Drifting
+from kvconform.refimpl.variants.threads import SavingThreads
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -114,7 +115,7 @@ class FirstHeads(_Ranked):
         self._store = own
 
 
-class CountsOneRank(ReferenceConnector):
+class _CountsFirstRank(ReferenceConnector):
     """Counts a chunk as stored once the first rank has stored it.
 
     What another rank does not find, it does not load. Base of connectors whose ranks store at
@@ -130,8 +131,12 @@ class CountsOneRank(ReferenceConnector):
         return True
 
 
-class ClaimsForOneRank(CountsOneRank, Drifting):
+class ClaimsForOneRank(_CountsFirstRank, Drifting):
     """Claims what one rank has stored; the transfers of the next take two steps longer."""
+
+
+class StoredOnOneRank(_CountsFirstRank, SavingThreads):
+    """Claims what a thread of one rank has stored; those of the next get time later."""
 
 
 class OnlyFirstReports(_Ranked):

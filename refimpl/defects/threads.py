@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvconform.refimpl.defects.ranks import CountsOneRank
-from kvconform.refimpl.variants.threads import SavingThreads, Threads
+from kvconform.refimpl.variants.threads import Threads
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -49,7 +48,3 @@ class ReportsLoadsThatBegan(Threads):
         sent, received = super().get_finished(finished_req_ids)
         self._loads = []
         return sent, (received or set()) | begun or None
-
-
-class StoredOnOneRank(CountsOneRank, SavingThreads):
-    """Claims what a thread of one rank has stored; those of the next get time later."""
