@@ -124,9 +124,10 @@ CAPABILITIES: dict[str, Capability] = {
         False, _YES_NO, "is made of other connectors, as vLLM's MultiConnector is"
     ),
     "context_parallel": Capability(
-        False,
+        True,
         _YES_NO,
-        "works where the tokens of a block are split over ranks (decode context parallelism)",
+        "works where the tokens of a block are split over ranks (decode context parallelism), or "
+        "refuses at its start",
     ),
     "pipeline_parallel": Capability(
         True,

@@ -408,6 +408,7 @@ class Reloads:
             caching=config.prefix_caching,
             layout=config.layout,
             prefix_match_unit=config.prefix_match_unit,
+            context_parallel=config.context_parallel,
             found=found,
         )
         promised = promise()

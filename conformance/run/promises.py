@@ -123,8 +123,9 @@ class Plain:
     are several, and `window` is their sliding window. `caching` says whether the engine has a
     prefix cache. `room` is the number of blocks, as a multiple of those needed. `layout` is the
     only order of a KV tensor's axes that the attention supports. `prefix_match_unit` is the number
-    of tokens per block hash, if smaller than a block. With `restart`, the engine is restarted in
-    between, in this process or another one.
+    of tokens per block hash, if smaller than a block. The tokens of a block are split over
+    `context_parallel` ranks. With `restart`, the engine is restarted in between, in this process or
+    another one.
     """
 
     prompt: int
@@ -138,6 +139,7 @@ class Plain:
     room: int = 3
     layout: Layout | None = None
     prefix_match_unit: int | None = None
+    context_parallel: int = 1
     restart: Literal["engine", "process"] | None = None
 
 
@@ -189,6 +191,9 @@ def plain_case(plain: Plain, block_size: int) -> Case:
         "layout": plain.layout,
         "prefix_match_unit": plain.prefix_match_unit,
     }
+    if plain.context_parallel > 1:
+        degree = plain.context_parallel
+        config |= {"groups": ["latent"], "tensor_parallel": degree, "context_parallel": degree}
     text = "A prompt is computed, the local cache dropped, the same prompt asked for again."
     engines = ["vllm"] if plain.groups else ["reference"]
     case = {
@@ -210,8 +215,8 @@ class Promises:
     """Numbers of tokens that a connector promises to load again.
 
     Declared capabilities give a formula: whole chunks, or whole blocks. What is inferred is
-    calibrated, and so is what several KV cache groups or a prescribed layout bring back, where a
-    connector may go on without storing: of a prompt that was
+    calibrated, and so is what several KV cache groups, a prescribed layout or blocks that are split
+    over ranks bring back, where a connector may go on without storing: of a prompt that was
     chunked, preempted or speculated on, as many tokens must come back as of a plain prompt of the
     same length. That may depend on the crowd: a connector may decline a small load, or save only so
     much per step.
@@ -242,15 +247,17 @@ class Promises:
         room: int = 3,
         layout: Layout | None = None,
         prefix_match_unit: int | None = None,
+        context_parallel: int = 1,
         found: int = 0,
     ) -> int:
         """Return how many tokens of `request` must be loadable or local.
 
         `source` has computed `final` positions of this content, from the prompt `prompt`.
         `identities` are those of `source` and `request`, which have nothing in common from where
-        these differ; None: they are equal. `groups`, `window`, `caching`, `room`, `layout` and
-        `prefix_match_unit` are as in `Plain`: a connector may behave differently with several
-        groups or in a layout, need a prefix cache, or save only what is about to be evicted.
+        these differ; None: they are equal. `groups`, `window`, `caching`, `room`, `layout`,
+        `prefix_match_unit` and `context_parallel` are as in `Plain`: a connector may behave
+        differently with several groups, in a layout or where ranks split blocks, need a prefix
+        cache, or save only what is about to be evicted.
         `found`: tokens that came back. If they are all that could be promised, no plain run is
         made: all whole blocks, of a connector that stores nothing else.
         """
@@ -278,7 +285,7 @@ class Promises:
         if chunk > 1 and prefix_match_unit is None:
             # Most connectors claim only whole blocks of the chunks that they have.
             declared = declared // block_size * block_size
-        if self.declared and not groups and layout is None:
+        if self.declared and not groups and layout is None and context_parallel == 1:
             return declared
         if not self.declared and found >= limit:
             return max(0, limit)
@@ -300,6 +307,7 @@ class Promises:
             room,
             layout,
             prefix_match_unit,
+            context_parallel,
         )
         if limit <= 0:
             return 0

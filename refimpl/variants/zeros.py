@@ -30,7 +30,9 @@ class Zeros(Decoy):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._size = vllm_config.cache_config.block_size
+        # Ranks that split the tokens of a block have their share of it.
+        ranks = vllm_config.parallel_config.decode_context_parallel_size
+        self._size = vllm_config.cache_config.block_size * ranks
         self._granted: list[int] = []
         self._layers: dict[str, torch.Tensor] = {}
 

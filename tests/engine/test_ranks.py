@@ -58,8 +58,6 @@ def pairs() -> list[Any]:
 
 @pytest.mark.parametrize(("case", "name"), pairs())
 def test_a_correct_connector_fails_nothing(case: Case, name: str, tmp_path: Path) -> None:
-    if case.config.context_parallel > 1 and name in ("plain", "decoy"):
-        pytest.skip("does not say that it can do that")
     for number, variant in enumerate(
         [*case.variants(["reference"])[-1:], *case.variants(["vllm"])[:1]]
     ):
