@@ -295,6 +295,10 @@ def one(
         if dice.one_in(4):
             name = dice.pick(list(ENGINES))
             extra["engines"][name] = {"role": ENGINES[name], "block_size": 2 * block}
+        elif dice.one_in(4):
+            extra["tensor_parallel"] = 2
+            if not drafts and dice.one_in(2):
+                extra |= {"groups": ["latent"], "context_parallel": 2}
     else:
         requests = Requests(dice, block, drafts, simple=simple)
         in_flight = depth if scheduling == "async" else 1

@@ -168,6 +168,22 @@ class OwnBlockSize(Converting):
         return self._size
 
 
+class UnscaledPeer(Peer):
+    """Counts blocks of the size of one rank's share, where ranks split the tokens of a block."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._size = vllm_config.cache_config.block_size
+
+
+class OneBoard(Peer):
+    """Shows the KV of the rank that registered last as that of all ranks."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._rank = 0
+
+
 class ClientsKey(Peer):
     """Files its offers under an id that clients choose: the second of two overwrites the first."""
 
@@ -257,7 +273,7 @@ class PushesTheLastChunk(Pusher):
     """Hands over what its last step has filled, and not what was pushed before."""
 
     def _deliver(self, push: Push) -> None:
-        self.mailboxes.pop((self.engine_id, push.key), None)
+        self.mailboxes.pop((self.engine_id, self._rank, push.key), None)
         super()._deliver(push)
 
 

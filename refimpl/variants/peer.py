@@ -2,9 +2,10 @@
 """A connector for disaggregated prefill: a producer keeps KV until a consumer engine has pulled it.
 
 The consumer learns from kv_transfer_params where the KV is; the parameters have the names that
-vLLM's own connectors of this kind use. The network is a dictionary: each engine's worker has a
-`Board` under its engine id, where it offers blocks, and where others note what they have pulled.
-A pull from an engine with another block size, other ranks or another data type fails.
+vLLM's own connectors of this kind use. The network is a dictionary: each worker has a `Board` under
+its engine id and its rank, where it offers blocks, and where others note what they have pulled.
+Each rank pulls from the same rank of the producer. A pull from an engine with another block size,
+other ranks or another data type fails.
 
 Options:
 
@@ -75,16 +76,19 @@ class PeerMetadata(KVConnectorMetadata):
 
 
 class Board:
-    """What one engine's worker shows to others: its KV tensors and its offers, by key.
+    """What one worker of an engine shows to others: its KV tensors and its offers, by key.
 
-    `block_size`: tokens per block of the scheduler. `ranks`: workers of the engine. `done`: keys of
-    offers that others no longer need.
+    `block_size`: tokens per block of the scheduler. `ranks`: workers of the engine. `slices`: ranks
+    that split the tokens of a block. `done`: keys of offers that others no longer need.
     """
 
-    def __init__(self, layers: dict[str, torch.Tensor], block_size: int, ranks: int) -> None:
+    def __init__(
+        self, layers: dict[str, torch.Tensor], block_size: int, ranks: int, slices: int
+    ) -> None:
         self.layers = layers
         self.block_size = block_size
         self.ranks = ranks
+        self.slices = slices
         self.offers: dict[str, Offer] = {}
         self.done: list[str] = []
 
@@ -92,7 +96,8 @@ class Board:
 class Peer(Decoy):
     """Prefill on one engine, decode on another. Read the scheduler half first."""
 
-    boards: ClassVar[dict[str, Board]] = {}
+    boards: ClassVar[dict[str, dict[int, Board]]] = {}
+    """By engine id, and rank."""
     kvconform_capabilities = CAPABILITIES
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -107,8 +112,11 @@ class Peer(Decoy):
         self.notes = True
         self.produces = self._kv_transfer_config.is_kv_producer
         self.consumes = self._kv_transfer_config.is_kv_consumer
-        self._size = vllm_config.cache_config.block_size
-        self._ranks = vllm_config.parallel_config.world_size
+        parallel = vllm_config.parallel_config
+        self._rank = parallel.rank
+        self._ranks = parallel.world_size
+        self._slices = parallel.decode_context_parallel_size
+        self._size = vllm_config.cache_config.block_size * self._slices
 
         # Scheduler half.
         self._offers: dict[str, tuple[str, list[int]]] = {}
@@ -217,8 +225,8 @@ class Peer(Decoy):
     # -- Worker half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.board = Board(kv_caches, self._size, self._ranks)
-        self.boards[self.engine_id] = self.board
+        self.board = Board(kv_caches, self._size, self._ranks, self._slices)
+        self.boards.setdefault(self.engine_id, {})[self._rank] = self.board
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._get_connector_metadata()
@@ -244,8 +252,13 @@ class Peer(Decoy):
         self._pulling = still
         return self._released() or None, received or None
 
+    def _board(self, engine: str) -> Board | None:
+        """Return the board of the same rank of an engine, or of its first if there is none."""
+        boards = self.boards.get(engine, {})
+        return boards.get(self._rank, boards.get(0))
+
     def _offer(self, pull: Pull) -> Offer | None:
-        board = self.boards.get(pull.engine)
+        board = self._board(pull.engine)
         return board.offers.get(pull.key) if board is not None and self._reads(board) else None
 
     def _reads(self, board: Board) -> bool:
@@ -254,11 +267,12 @@ class Peer(Decoy):
 
     @staticmethod
     def _form(board: Board) -> tuple[Any, ...]:
-        return board.block_size, board.ranks, *{layer.dtype for layer in board.layers.values()}
+        dtypes = {layer.dtype for layer in board.layers.values()}
+        return board.block_size, board.ranks, board.slices, *dtypes
 
     def _copy(self, pull: Pull, offer: Offer) -> None:
         """Copy the blocks, and notify the producer that they are no longer needed."""
-        board = self.boards[pull.engine]
+        board = self.boards[pull.engine][self._rank]
         source = offer.blocks[pull.first : pull.first + len(pull.blocks)]
         for name, layer in self.board.layers.items():
             for mine, theirs in zip(pull.blocks, source, strict=False):
@@ -270,12 +284,13 @@ class Peer(Decoy):
     def _failed(self, pull: Pull) -> None:
         """Note the blocks of a failed pull: the engine will compute them.
 
-        A producer whose blocks cannot be copied is notified that they are not needed.
+        A producer whose blocks cannot be copied is notified on all ranks that they are not needed.
         """
         self._invalid |= set(pull.blocks)
-        board = self.boards.get(pull.engine)
+        board = self._board(pull.engine)
         if self.notes and board is not None and not self._reads(board):
-            board.done.append(pull.key)
+            for each in self.boards[pull.engine].values():
+                each.done.append(pull.key)
 
     def _released(self) -> set[str]:
         """Withdraw the offers that were pulled, or not pulled in time; return their requests."""
@@ -295,5 +310,8 @@ class Peer(Decoy):
     def shutdown(self) -> None:
         self._pulling = []
         board = getattr(self, "board", None)
-        if board is not None and self.boards.get(self.engine_id) is board:
-            del self.boards[self.engine_id]
+        mine = self.boards.get(self.engine_id, {})
+        if board is not None and mine.get(self._rank) is board:
+            del mine[self._rank]
+            if not mine:
+                del self.boards[self.engine_id]

@@ -64,8 +64,8 @@ class Progress:
 class Pusher(Peer):
     """Pushes while the producer computes. Read the scheduler half first."""
 
-    mailboxes: ClassVar[dict[tuple[str, str], Mailbox]] = {}
-    """By engine id of the producer, and key."""
+    mailboxes: ClassVar[dict[tuple[str, int, str], Mailbox]] = {}
+    """By engine id and rank of the producer, and key."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -153,7 +153,7 @@ class Pusher(Peer):
         meta = self._get_connector_metadata()
         assert isinstance(meta, PushMetadata)
         for key in meta.dropped:
-            self.mailboxes.pop((self.engine_id, key), None)
+            self.mailboxes.pop((self.engine_id, self._rank, key), None)
 
     def wait_for_save(self) -> None:
         """Push the blocks that the step has filled. May be called twice."""
@@ -165,7 +165,8 @@ class Pusher(Peer):
         self._pushed = meta
 
     def _deliver(self, push: Push) -> None:
-        mailbox = self.mailboxes.setdefault((self.engine_id, push.key), Mailbox(push.req, []))
+        place = self.engine_id, self._rank, push.key
+        mailbox = self.mailboxes.setdefault(place, Mailbox(push.req, []))
         for number, block in enumerate(push.blocks, push.first):
             mailbox.pages[number] = {
                 name: layer[block].clone() for name, layer in self.board.layers.items()
@@ -173,11 +174,11 @@ class Pusher(Peer):
         mailbox.tokens = push.tokens
 
     def _offer(self, pull: Pull) -> Offer | None:
-        board = self.boards.get(pull.engine)
+        board = self._board(pull.engine)
         if board is not None and not self._reads(board):
             return None
         key, _, tokens = pull.key.rpartition(" ")
-        mailbox = self.mailboxes.get((pull.engine, key))
+        mailbox = self.mailboxes.get((pull.engine, self._rank, key))
         return mailbox if mailbox is not None and mailbox.tokens >= int(tokens) else None
 
     def _copy(self, pull: Pull, offer: Offer) -> None:
@@ -190,10 +191,10 @@ class Pusher(Peer):
                 continue
             for name, layer in self.board.layers.items():
                 layer[block] = page[name]
-        self.mailboxes.pop((pull.engine, pull.key.rpartition(" ")[0]), None)
+        self.mailboxes.pop((pull.engine, self._rank, pull.key.rpartition(" ")[0]), None)
 
     def shutdown(self) -> None:
         super().shutdown()
-        for engine, key in [*self.mailboxes]:
-            if engine == self.engine_id:
-                del self.mailboxes[engine, key]
+        for engine, rank, key in [*self.mailboxes]:
+            if (engine, rank) == (self.engine_id, self._rank):
+                del self.mailboxes[engine, rank, key]

@@ -141,7 +141,7 @@ def test_a_clean_specification(tmp_path: Path) -> None:
             "bad[0]: the check of lookup.last-token cannot be evaluated",
         ),
         ("L013", {"good": [{"kind": "lookup", "tokens": 0}]}, "no good example triggers"),
-        ("L015", {"bugs": ["B132", "B155"]}, "there is no bug B155"),
+        ("L015", {"bugs": ["B132", "B999"]}, "there is no bug B999"),
         ("L017", {"rules": ["R230", "R231", "R001", "R000"]}, "there is no rule R231"),
         ("L018", {"source": None}, "names no source"),
         (

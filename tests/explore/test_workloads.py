@@ -157,6 +157,12 @@ def test_layouts_ranks_and_groups_that_few_models_have() -> None:
     assert sum("local" in config.get("groups", ()) for config in configs) > 5
     if _has_fine_hashes():
         assert sum("prefix_match_unit" in config for config in configs) > 5
+    pairs = Counter(
+        (config.get("tensor_parallel", 1), config.get("context_parallel", 1))
+        for config in configs
+        if "engines" in config
+    )
+    assert min(pairs[place] for place in ((1, 1), (2, 1), (2, 2))) > 5
     assert any("drafter" in config and len(config.get("groups", ())) > 1 for config in configs)
     assert not any(
         "state" in config.get("groups", ()) and config.get("spec_tokens") for config in configs
