@@ -589,7 +589,11 @@ def entries(spec: Spec) -> list[Entry]:
     return found
 
 
-def explained(spec: Spec) -> dict[str, Entry]:
-    """Map guarantees to the known bug of the engine that breaks them (docs/engine-findings.md)."""
-    found = [entry for entry in entries(spec) if spec.cases[entry.cases[0]].area == "findings"]
-    return {name: entry for entry in found for name in (*entry.fails, *entry.also)}
+def explained(spec: Spec) -> dict[str, list[Entry]]:
+    """Map guarantees to the known bugs of the engine that break them (docs/engine-findings.md)."""
+    found: dict[str, list[Entry]] = {}
+    for entry in entries(spec):
+        if spec.cases[entry.cases[0]].area == "findings":
+            for name in (*entry.fails, *entry.also):
+                found.setdefault(name, []).append(entry)
+    return found

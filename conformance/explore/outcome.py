@@ -126,7 +126,7 @@ class Outcome:
     """Outcome of one workload; `error`: what prevented a verdict.
 
     `unknown` are the broken guarantees that no known bug of vLLM explains; one that a known bug
-    breaks counts if the mark of that bug does not precede it. `capabilities` are those of the
+    breaks counts if the mark of no such bug precedes it. `capabilities` are those of the
     connector.
     """
 
@@ -180,8 +180,8 @@ def outcome(
             continue
         if row.kind != "requirement":
             broken_guarantees.append(row.requirement)
-            bug = _known().get(row.requirement)
-            if bug is None or (bug.mark and not bug.mark.precedes(trace, row.event)):
+            bugs = _known().get(row.requirement, [])
+            if all(bug.mark and not bug.mark.precedes(trace, row.event) for bug in bugs):
                 unknown.append(_failure(row, trace))
         elif row.gating or row.risk:
             failures.append(_failure(row, trace))
@@ -197,8 +197,8 @@ def outcome(
 
 
 @cache
-def _known() -> dict[str, Entry]:
-    """Map guarantees that a known bug of vLLM breaks to that bug."""
+def _known() -> dict[str, list[Entry]]:
+    """Map guarantees that known bugs of vLLM break to these bugs."""
     return explained(load_spec())
 
 

@@ -153,11 +153,12 @@ def _engine(console: Console, campaign: Campaign) -> None:
     known = explained(load_spec())
     for name, count in campaign.guarantees.most_common():
         why = "NOT KNOWN: a fault of the engine or of this suite"
-        if name in known:
-            why = f"known: {known[name].id}, docs/engine-findings.md"
+        bugs = " or ".join(bug.id for bug in known.get(name, []))
+        if bugs:
+            why = f"known: {bugs}, docs/engine-findings.md"
         unknown = campaign.unknown.get(name)
-        if unknown is not None and name in known:
-            why = f"{unknown.count} of them NOT KNOWN: without the mark of {known[name].id}"
+        if unknown is not None and bugs:
+            why = f"{unknown.count} of them NOT KNOWN: without the mark of {bugs}"
         paragraph(
             console,
             "vLLM",
