@@ -189,6 +189,13 @@ _kind(
     "connector had; advanced = seconds by which the clock was set forward meanwhile.",
 )
 _kind(
+    "thread.died",
+    "harness",
+    "thread:str in_step:int error:str error_type:str? error_at:list?",
+    "An exception has ended a thread of the connector: its name, the step in which it did, and the "
+    "connector's line: file, line, function, text. Found at the end of the run.",
+)
+_kind(
     "store.damaged",
     "harness",
     "what:str count:int",
@@ -1025,6 +1032,13 @@ def lifecycle(
 ) -> dict[str, Any]:
     """Return the fields of `engine.lifecycle`. `connector` is the class whose lines count. Pure."""
     return {"op": op, "pid": pid, **raised(error, connector)}
+
+
+def thread_died(
+    thread: str, in_step: int, error: BaseException, connector: type | None = None
+) -> dict[str, Any]:
+    """Return the fields of `thread.died`. `connector` is the class whose lines count. Pure."""
+    return {"thread": thread, "in_step": in_step, **raised(error, connector)}
 
 
 def constants_of(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -471,6 +471,7 @@ SHOWN = {
     "worker.late",
     "engine.crash",
     "engine.stall",
+    "thread.died",
     "engine.lifecycle",
     "plan",
     "run.end",

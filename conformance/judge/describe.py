@@ -368,6 +368,15 @@ def _crash(e: Event) -> str:
     return f"{e['error']}{where}"
 
 
+def _died(e: Event) -> str:
+    at = place(e)
+    where = f" at {at.file}:{at.line} in {at.function}" if at is not None else ""
+    return (
+        f"thread {e['thread']} of the connector ended in step {e['in_step']} with {e['error']}"
+        f"{where}"
+    )
+
+
 def _built(e: Event) -> str:
     what = "None" if e["none"] else f"metadata (pickling: {e['pickle_error'] or 'fine'})"
     if e["block_state_kept"]:
@@ -769,6 +778,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     ),
     "case.expectation": lambda e: f"the case expected {e['what']}: {e['detail']}",
     "engine.stall": _stall,
+    "thread.died": _died,
     "engine.lifecycle": lambda e: f"{e['op']} raised {e['error']}" if e["error"] else e["op"],
     "cache.reset": _reset,
     "api": lambda e: f"{e['item']}: {e['detail']}",
@@ -928,6 +938,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "hook.called": ("hook", "half"),
     "engine.lifecycle": ("op", "error_type", "error_at"),
     "engine.crash": ("where", "hook", "error_type", "error_at"),
+    "thread.died": ("error_type", "error_at"),
     "cache.reset": ("phase",),
     "profile.expectation": ("what", "resumed", "restarted", "across"),
     "soak.grown": ("holder", "place"),

@@ -82,6 +82,7 @@ def narrate(
             parts.append(reports_of(trace, event))
         if awaited == "transfer.reported" or event["kind"] == "run.end":
             parts.append(lease_of(trace, event))
+        parts.append(_dead_thread(trace, event))
         if row.message != row.check:
             parts.append(row.message)
         if any(parts):
@@ -142,6 +143,14 @@ def _stall_of(trace: Sequence[Event]) -> str | None:
     """Return how long was waited for what did not come, in words; None if no run stalled."""
     stall = next((e for e in reversed(trace) if e["kind"] == "engine.stall"), None)
     return None if stall is None else describe(stall)
+
+
+def _dead_thread(trace: Sequence[Event], event: Event) -> str | None:
+    """Return in words which thread of the connector had died before an event; None if none had."""
+    for e in trace:
+        if e["kind"] == "thread.died" and e is not event and e["in_step"] <= event["step"]:
+            return describe(e)
+    return None
 
 
 def excerpts(rows: Sequence[Row], trace: Sequence[Event]) -> dict[str, list[Event]]:

@@ -383,6 +383,10 @@ def _crash(e: Event) -> tuple[str, str]:
     return "CRASH", f"{e['hook'] or e['where']}: {e['error']}"
 
 
+def _died(e: Event) -> tuple[str, str]:
+    return "THREAD", f"{e['thread']} ended in step {e['in_step']}: {e['error']}"
+
+
 def _stall(e: Event) -> tuple[str, str]:
     said = f"no progress in {many(e['steps'], 'step')} and {e['limit']:g} s (stall_seconds)"
     alive = ""
@@ -494,6 +498,7 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "run.end": _end,
     "engine.crash": _crash,
     "engine.stall": _stall,
+    "thread.died": _died,
     "clock.advanced": _clock,
     "store.damaged": _damaged,
     "transfer.reported": _reported,

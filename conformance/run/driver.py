@@ -45,6 +45,7 @@ from kvconform.kernels.codes import mix64
 from kvconform.kv import device
 from kvconform.kv.provenance import Adapter, Identity, Registry, text_id
 from kvconform.process import alive, clock
+from kvconform.run import dead_threads
 from kvconform.run.controls import Controls
 from kvconform.run.damage import Damager
 from kvconform.run.expectations import Expectations, Reloads
@@ -637,6 +638,7 @@ class Driver:
     def close(self, *, shut_down: bool, crashed: bool = False) -> None:
         """Emit run.end and, with `shut_down`, shut the connector down."""
         device.current.catch_up()
+        dead_threads.emit()
         self._conclude_cache(sizes=True)
         if self.engine.ledger.leaked():
             gc.collect()  # the objects may be a cycle of garbage

@@ -33,6 +33,7 @@ from kvconform.pack import stand_in
 from kvconform.process import clock
 from kvconform.process.servers import clear_all
 from kvconform.process.watchdog import HookTimeout
+from kvconform.run import dead_threads
 from kvconform.run.driver import Driver, Watcher
 from kvconform.run.isolation import (
     FirstPart,
@@ -167,6 +168,7 @@ def run_variant(
             Patch(target.resolve(), *stand_ins(target, relation), *siblings),
             gpu.opened(kind, slow, late=variant.case.late_threads) as where,
             adapters.in_force(target.adapters),  # inside: their end uses the device
+            dead_threads.noticed(trace, target.resolve()),
         ):
             create = partial(create, promises=promises)
             _drive(run, create, trace, Registry(book), watcher, first_part)
@@ -357,6 +359,7 @@ def _crashed(run: Run, trace: Trace, driver: Driver | None, error: BaseException
     Sets the traceback of the run and, if the harness is at fault, its error.
     """
     note_unfilled(trace)
+    dead_threads.emit()
     where, hook = _culprit(trace, driver, error)
     trace.emit("engine.crash", **crash(where, error, hook))
     run.traceback = "".join(traceback.format_exception(error))[-6000:]

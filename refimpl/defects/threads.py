@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Queue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvconform.refimpl.variants.threads import Threads
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+Job: TypeAlias = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+"""What gets the result, what to call, and its arguments."""
 
 
 class NeedsNoBlocks(Threads):
@@ -48,3 +55,29 @@ class ReportsLoadsThatBegan(Threads):
         sent, received = super().get_finished(finished_req_ids)
         self._loads = []
         return sent, (received or set()) | begun or None
+
+
+class DiesOfAFailedLoad(Threads):
+    """Copies on one thread, which the first load that fails ends; nothing is copied after it."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._jobs: Queue[Job | None] = Queue()
+        if self._pool is not None:
+            Thread(target=self._serve, name="copies", daemon=True).start()
+
+    def _submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.put((future, work, args))
+        return future
+
+    def _serve(self) -> None:
+        for future, work, args in iter(self._jobs.get, None):
+            done = work(*args)
+            if done:
+                raise KeyError(f"no KV for blocks {sorted(done)}")
+            future.set_result(done)
+
+    def shutdown(self) -> None:
+        self._jobs.put(None)
+        super().shutdown()

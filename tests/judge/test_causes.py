@@ -88,6 +88,11 @@ FAULTS: dict[str, Faults] = {
         {"error": "OSError: 4", **MOVED},
         [{"where": "engine"}, {"hook": "shutdown"}, {"error_type": "KeyError"}, *ELSEWHERE],
     ),
+    "thread.died": Faults(
+        {"thread": "one", "in_step": 3, "error_type": "OSError", "error_at": AT},
+        {"thread": "two", "in_step": 4, "error": "OSError: 4", **MOVED},
+        [{"error_type": "KeyError"}, *ELSEWHERE],
+    ),
     "cache.reset": Faults({"phase": "asked"}, {"returned": True}, [{"phase": "returned"}]),
     "profile.expectation": Faults(
         {"what": "all", "req": "a", "promised": 8},
