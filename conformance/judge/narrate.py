@@ -82,7 +82,8 @@ def narrate(
             parts.append(reports_of(trace, event))
         if awaited == "transfer.reported" or event["kind"] == "run.end":
             parts.append(lease_of(trace, event))
-        parts.append(_dead_thread(trace, event))
+        # What an event was to be followed by never came, whenever the thread died.
+        parts.append(_dead_thread(trace, event, later=requirement.respond is not None))
         if row.message != row.check:
             parts.append(row.message)
         if any(parts):
@@ -145,10 +146,11 @@ def _stall_of(trace: Sequence[Event]) -> str | None:
     return None if stall is None else describe(stall)
 
 
-def _dead_thread(trace: Sequence[Event], event: Event) -> str | None:
-    """Return in words which thread of the connector had died before an event; None if none had."""
+def _dead_thread(trace: Sequence[Event], event: Event, *, later: bool) -> str | None:
+    """Return in words which thread of the connector died before an event, or `later`, if any."""
     for e in trace:
-        if e["kind"] == "thread.died" and e is not event and e["in_step"] <= event["step"]:
+        died = e["kind"] == "thread.died" and e is not event
+        if died and (later or e["in_step"] <= event["step"]):
             return describe(e)
     return None
 

@@ -74,8 +74,13 @@ def test_a_run_inside_another_one_keeps_its_own() -> None:
 
 def test_what_waits_for_a_dead_thread_says_so(tmp_path: Path) -> None:
     variant = SPEC.cases["lifecycle.fail-before-asking"].variants(["reference"])[0]
-    target = Target(DIES, {"load": "async", "async_saves": True}, stall_seconds=0.2)
-    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path)
+    # What is declared is not measured.
+    declared = {"store": True, "saves": "all", "async_load": True} | dict.fromkeys(
+        ("transfer", "persistent", "best_effort"), False
+    )
+    options = {"load": "async", "async_saves": True}
+    target = Target(DIES, options, capabilities=declared, stall_seconds=0.2)
+    report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path, brief=True)
     failed = {row.requirement: row for row in report.rows if row.verdict == "FAIL"}
     assert "thread copies of the connector ended in step" in failed["recv.completes"].message
     assert "KeyError" in failed["lifecycle.threads-live"].message
