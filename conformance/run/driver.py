@@ -266,6 +266,7 @@ class Driver:
         self.execute_steps(steps)
         self.run_dry()
         self._before_asking_again()
+        dead_threads.emit()
         self.engine.shutdown()
 
     def execute(self, steps: Sequence[Step]) -> None:

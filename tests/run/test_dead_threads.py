@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,37 @@ def test_a_run_inside_another_one_keeps_its_own() -> None:
         dead_threads.emit()
     assert [e["thread"] for e in inner.events] == ["inner"]
     assert [e["thread"] for e in outer.events] == ["outer"]
+
+
+def test_threads_of_earlier_runs_do_not_count_and_no_exception_is_kept() -> None:
+    class Tensor:
+        """What a frame of the thread refers to."""
+
+    go = threading.Event()
+
+    def late() -> None:
+        go.wait()
+        raise OSError("late")
+
+    def failing() -> None:
+        held = Tensor()
+        alive.append(weakref.ref(held))
+        raise OSError("now")
+
+    alive: list[weakref.ref[Tensor]] = []
+    earlier = threading.Thread(target=late)
+    earlier.start()
+    trace = Trace()
+    with dead_threads.noticed(trace, Target(DIES).resolve()):
+        now = threading.Thread(target=failing)
+        now.start()
+        now.join()
+        go.set()
+        earlier.join()
+        gc.collect()
+        assert [each() for each in alive] == [None]
+        dead_threads.emit()
+    assert [e["thread"] for e in trace.events] == ["Thread (failing)"]
 
 
 def test_what_waits_for_a_dead_thread_says_so(tmp_path: Path) -> None:
