@@ -316,7 +316,10 @@ def one(
         if theme == "siblings" or extra.get("role") or extra.get("groups"):
             _promise_nothing(steps)
     if not simple:
-        enough = -(-(longest + drafts + 1) // block) + 2  # one request alone must fit
+        # One request alone must fit, with the drafts that steps in flight may compute beyond its end.
+        # vLLM stops at max_model_len, for which there is always room. A mutation may set depth 3.
+        ahead = max(depth, 3) * (drafts + 1) if drafts else 1
+        enough = -(-(longest + ahead) // block) + 2
         sizes = [64, enough, enough + 1, enough + 3, enough + 6]
         if scene is not None:
             sizes = [64]

@@ -95,11 +95,12 @@ def test_what_vllm_breaks_is_known_by_name(
 
 def test_a_known_bug_is_known_by_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by its symptom alone: without the event that begins it, another bug broke it."""
-    known = explained(SPEC)["engine.reset-returns"]
+    [known] = explained(SPEC)["engine.reset-returns"]
     assert known.mark is not None
     assert known.mark.event == "cache.reset"
     other = known.model_copy(update={"mark": Mark(event="transfer.failed")})
-    monkeypatch.setattr("kvconform.explore.outcome._known", lambda: {"engine.reset-returns": other})
+    bugs = {"engine.reset-returns": [other]}
+    monkeypatch.setattr("kvconform.explore.outcome._known", lambda: bugs)
     workload = mended(
         RESET, engine="vllm", scheduling="async", config={}, relations=["no-connector"]
     )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvconform.contract import yaml12
+from kvconform.contract.case import Case
 from kvconform.contract.steps import STEPS, Add
 from kvconform.contract.yaml12 import flow
 from kvconform.explore.dice import Dice
@@ -349,3 +350,24 @@ def test_what_a_request_reloads_has_its_identity_or_a_part_of_it() -> None:
             assert all(image in source.get("mm", []) for image in images), work.data
             alike[images == source.get("mm", [])] += 1
     assert alike[True] > 100 and alike[False] > 2, alike
+
+
+def test_one_request_alone_fits_with_all_that_steps_in_flight_compute() -> None:
+    """Else it preempts itself again and again, which vLLM's max_model_len rules out.
+
+    Found by exploration of an independent connector, with four steps of three drafts in flight.
+    """
+    tight = 0
+    for workload in some(3000):
+        case = Case.model_validate(workload.data)
+        config, depth = case.config, max(workload.data["matrix"]["depth"])
+        if config.engines or config.groups or config.multi or config.num_blocks >= 64:
+            continue
+        lengths = [
+            add.prompt + add.max_tokens for add in case.added if isinstance(add.prompt, int)
+        ]
+        ahead = depth * (1 + config.spec_tokens) if config.spec_tokens else 1
+        room = (config.num_blocks - 1) * config.block_size
+        assert max(lengths, default=0) + ahead <= room, workload.data
+        tight += room < max(lengths, default=0) + 4 * ahead
+    assert tight > 100
