@@ -99,6 +99,7 @@ class Tiers:
         self._lock = threading.RLock()
         for level in levels:
             level.adopt(prefix)
+        self._trim()
 
     def exists(self, key: str) -> bool:
         return any(level.exists(key) for level in self.levels)
@@ -128,7 +129,7 @@ class Tiers:
                 self.levels[0].counts.promoted += 1
 
     def _trim(self) -> None:
-        """Evict what is beyond the bounds: values that other engines have stored."""
+        """Evict what is beyond the bounds: values of other engines, or of an earlier one."""
         for number, level in enumerate(self.levels):
             if level.bound is not None and len(level.entries) > level.bound:
                 with suppress(StoreError):

@@ -109,6 +109,15 @@ def test_levels_take_over_what_an_earlier_process_has_stored() -> None:
     assert sorted(lower.list()) == ["chunks/1", "chunks/2", "chunks/new", "epoch"]
 
 
+def test_levels_begin_within_their_bounds() -> None:
+    """An earlier engine had more ranks, and so more room; found by exploration."""
+    lower = MemoryBackend()
+    for number in range(5):
+        lower.set(f"chunks/{number}", b"old")
+    Tiers([Level("disk", lower, 3)], lambda key: False, "chunks/")
+    assert len(list(lower.list())) == 3
+
+
 def test_what_another_engine_has_stored_is_found_and_bounded() -> None:
     lower = MemoryBackend()
     cache = Tiers([Level("host", MemoryBackend(), 1), Level("disk", lower, 2)], lambda key: False)
