@@ -73,6 +73,7 @@ class EngineOf(Model):
 
     role: Role
     block_size: PositiveInt | None = None
+    num_blocks: PositiveInt | None = None
     tensor_parallel: Literal[1, 2] | None = Field(
         default=None, description="ranks that the heads are split over"
     )
@@ -221,6 +222,15 @@ class Config(Model):
         found = {
             name: {key: value for key, value in each.own.items() if value != getattr(self, key)}
             for name, each in self.engines.items()
+        }
+        return {name: own for name, own in found.items() if own}
+
+    @property
+    def unlike(self) -> dict[str, dict[str, Any]]:
+        """The same, but for the number of blocks, with which KV stays alike."""
+        found = {
+            name: {key: value for key, value in own.items() if key != "num_blocks"}
+            for name, own in self.own.items()
         }
         return {name: own for name, own in found.items() if own}
 
@@ -748,8 +758,8 @@ PROPERTIES: dict[str, Callable[[Case], bool]] = {
         or each.kernel_block_size
         for each in case.changes
     ),
-    "unlike-peers": lambda case: bool(case.config.own) and _hands_over(case),
-    "unlike-sharers": lambda case: bool(case.config.own) and not _hands_over(case),
+    "unlike-peers": lambda case: bool(case.config.unlike) and _hands_over(case),
+    "unlike-sharers": lambda case: bool(case.config.unlike) and not _hands_over(case),
     "shutdown-again": lambda case: any(
         step.op == "shutdown" and step.arg.again for step in case.steps
     ),
@@ -779,12 +789,13 @@ def _unfit(step: Step, config: Config, matrix: Matrix, on: str | None) -> str | 
         adds = f"adds a prompt of {add.prompt} tokens"
         if add.prompt >= config.max_model_len:
             return f"{adds}; config.max_model_len is {config.max_model_len}"
-        usable_blocks = config.num_blocks - 1  # block 0 is the null block
-        own = config.own.get(on or "", {}).get("block_size")
-        sizes = [own] if own else matrix.block_size or [config.block_size]
-        room = usable_blocks * max(sizes)
+        own = config.own.get(on or "", {})
+        blocks = own.get("num_blocks", config.num_blocks)
+        size = own.get("block_size")
+        sizes = [size] if size else matrix.block_size or [config.block_size]
+        room = (blocks - 1) * max(sizes)  # block 0 is the null block
         if add.prompt > room and not config.groups:
-            too_many = f"too many for config.num_blocks {config.num_blocks}"
+            too_many = f"too many for num_blocks {blocks}"
             return f"{adds}, {too_many}: there is room for {room}"
     return None
 
@@ -834,9 +845,9 @@ class Variant:
         return replace(self, case=self.case.model_copy(update={"config": config}))
 
     def are_alike(self, one: str | None, other: str | None) -> bool:
-        """Return whether two engines of the run have the same sizes and data types."""
-        own = self.case.config.own
-        return own.get(one or "") == own.get(other or "")
+        """Return whether two engines of the run have the same sizes of blocks and data types."""
+        unlike = self.case.config.unlike
+        return unlike.get(one or "") == unlike.get(other or "")
 
     @property
     def hash_size(self) -> int:

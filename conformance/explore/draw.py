@@ -292,13 +292,17 @@ def one(
         needs = OVER_STORE if dice.one_in(3) else None
         steps, longest = (over_store if needs else pair_steps)(dice, block)
         relations = []
+        name = dice.pick(list(ENGINES))
         if dice.one_in(4):
-            name = dice.pick(list(ENGINES))
             extra["engines"][name] = {"role": ENGINES[name], "block_size": 2 * block}
         elif dice.one_in(4):
             extra["tensor_parallel"] = 2
             if not drafts and dice.one_in(2):
                 extra |= {"groups": ["latent"], "context_parallel": 2}
+        elif engine == "vllm" and needs is None and dice.one_in(3):
+            extra |= {"groups": ["full", "sliding"], "window": dice.pick([5, 6, 8, 11])}
+        elif dice.one_in(3):
+            extra["engines"][name] = {"role": ENGINES[name], "num_blocks": 96}
     else:
         requests = Requests(dice, block, drafts, simple=simple)
         in_flight = depth if scheduling == "async" else 1

@@ -307,7 +307,7 @@ def settings_of(case: Case, *, restarted: bool) -> str:
     if restarted and case.changes_settings:
         asked["other options"] = "over the same store"
     found = [f"{name} {value}" for name, value in asked.items()]
-    for engine, own in case.config.own.items():
+    for engine, own in case.config.unlike.items():
         found += [f"{name} {value} of engine {engine}" for name, value in own.items()]
     return ", ".join(found)
 

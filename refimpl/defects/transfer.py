@@ -184,6 +184,20 @@ class OneBoard(Peer):
         self._rank = 0
 
 
+class OwnRoom(Peer):
+    """Finds the blocks of the second layer by its own number of blocks, not by the producer's."""
+
+    def _copy(self, pull: Pull, offer: Offer) -> None:
+        board = self.boards[pull.engine][self._rank]
+        names = list(self.board.pages)
+        source = offer.blocks[pull.first : pull.first + len(pull.blocks)]
+        for number, pages in enumerate(self.board.pages.values()):
+            for mine, theirs in zip(pull.blocks, source, strict=False):
+                which, block = divmod(number * len(pages) + theirs, len(board.pages[names[0]]))
+                pages[mine] = board.pages[names[which]][block]
+        board.done.append(pull.key)
+
+
 class ClientsKey(Peer):
     """Files its offers under an id that clients choose: the second of two overwrites the first."""
 

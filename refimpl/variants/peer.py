@@ -78,14 +78,17 @@ class PeerMetadata(KVConnectorMetadata):
 class Board:
     """What one worker of an engine shows to others: its KV tensors and its offers, by key.
 
-    `block_size`: tokens per block of the scheduler. `ranks`: workers of the engine. `slices`: ranks
-    that split the tokens of a block. `done`: keys of offers that others no longer need.
+    `pages`: the tensors with one entry for each of the scheduler's `blocks`; an attention kernel
+    may split a block into several of its own. `block_size`: tokens per block of the scheduler.
+    `ranks`: workers of the engine. `slices`: ranks that split the tokens of a block. `done`: keys
+    of offers that others no longer need.
     """
 
     def __init__(
-        self, layers: dict[str, torch.Tensor], block_size: int, ranks: int, slices: int
+        self, layers: dict[str, torch.Tensor], blocks: int, block_size: int, ranks: int, slices: int
     ) -> None:
         self.layers = layers
+        self.pages = {name: layer.unflatten(0, (blocks, -1)) for name, layer in layers.items()}
         self.block_size = block_size
         self.ranks = ranks
         self.slices = slices
@@ -225,7 +228,8 @@ class Peer(Decoy):
     # -- Worker half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.board = Board(kv_caches, self._size, self._ranks, self._slices)
+        blocks = self._kv_cache_config.num_blocks
+        self.board = Board(kv_caches, blocks, self._size, self._ranks, self._slices)
         self.boards.setdefault(self.engine_id, {})[self._rank] = self.board
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -274,9 +278,9 @@ class Peer(Decoy):
         """Copy the blocks, and notify the producer that they are no longer needed."""
         board = self.boards[pull.engine][self._rank]
         source = offer.blocks[pull.first : pull.first + len(pull.blocks)]
-        for name, layer in self.board.layers.items():
+        for name, pages in self.board.pages.items():
             for mine, theirs in zip(pull.blocks, source, strict=False):
-                layer[mine] = board.layers[name][theirs]
+                pages[mine] = board.pages[name][theirs]
         self._invalid |= set(pull.blocks[len(source) :])
         if self.notes:
             board.done.append(pull.key)

@@ -169,7 +169,7 @@ class Pusher(Peer):
         mailbox = self.mailboxes.setdefault(place, Mailbox(push.req, []))
         for number, block in enumerate(push.blocks, push.first):
             mailbox.pages[number] = {
-                name: layer[block].clone() for name, layer in self.board.layers.items()
+                name: pages[block].clone() for name, pages in self.board.pages.items()
             }
         mailbox.tokens = push.tokens
 
@@ -189,8 +189,8 @@ class Pusher(Peer):
             if page is None:
                 self._invalid.add(block)
                 continue
-            for name, layer in self.board.layers.items():
-                layer[block] = page[name]
+            for name, pages in self.board.pages.items():
+                pages[block] = page[name]
         self.mailboxes.pop((pull.engine, self._rank, pull.key.rpartition(" ")[0]), None)
 
     def shutdown(self) -> None:

@@ -19,8 +19,10 @@ They cover, by section of systems.md:
 - C10: counters (`metered`);
 - C9: layers on streams, with few staging buffers (`STREAMED`, `staged`).
 
-Disaggregated prefill (B13) needs two engines: `peer.py`, `converting.py`, `pusher.py` and
-`routed.py`, run by `tests/run/test_pairs.py`.
+- B13: disaggregated prefill (`peer`, `converting`, `pusher`, `hybrid-peer`).
+
+`routed.py` needs a router of its own. It is run by `tests/run/test_pairs.py`, where the others of
+B13 are run with more options, too.
 """
 
 from __future__ import annotations
@@ -117,6 +119,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "blending-layerwise": (f"{HERE}.blending:Blending", {"layerwise": True}),
     "consuming": (f"{HERE}.plain:Consuming", {}),
     "plain": (f"{HERE}.plain:Plain", {}),
+    "peer": (f"{HERE}.peer:Peer", {"lease": 4, "delay": 2}),
+    "converting": (f"{HERE}.converting:Converting", {}),
+    "pusher": (f"{HERE}.pusher:Pusher", {}),
+    "hybrid-peer": (f"{HERE}.hybrid_peer:HybridPeer", {}),
     "zeros": (f"{HERE}.zeros:Zeros", {}),
 }
 """Name -> connector and extra configuration, without `store`."""

@@ -85,7 +85,7 @@ def test_a_prompt_that_no_engine_takes_is_no_case(mine: Path) -> None:
         load_spec(cases=[str(mine)])
     mine.write_text(mine.read_text().replace("prompt: 256", "prompt: 255"))
     with pytest.raises(
-        SpecError, match="255 tokens, too many for config.num_blocks 32: there is room for 124"
+        SpecError, match="255 tokens, too many for num_blocks 32: there is room for 124"
     ):
         load_spec(cases=[str(mine)])
     mine.write_text(mine.read_text() + "\nconfig: {num_blocks: 65}\n")

@@ -498,7 +498,7 @@ def test_a_prompt_for_which_there_are_not_enough_blocks_is_told() -> None:
     Case.model_validate({**case, "steps": [{"add": {"req": "a", "prompt": 12}}]}, strict=False)
     with pytest.raises(
         ValueError,
-        match="a prompt of 13 tokens, too many for config.num_blocks 4: there is room for 12",
+        match="a prompt of 13 tokens, too many for num_blocks 4: there is room for 12",
     ):
         Case.model_validate({**case, "steps": [{"add": {"req": "a", "prompt": 13}}]}, strict=False)
 

@@ -164,6 +164,9 @@ def test_layouts_ranks_and_groups_that_few_models_have() -> None:
         if "engines" in config
     )
     assert min(pairs[place] for place in ((1, 1), (2, 1), (2, 2))) > 5
+    peers = [config for config in configs if "engines" in config]
+    assert sum(config.get("groups") == ["full", "sliding"] for config in peers) > 5
+    assert sum("num_blocks" in str(config["engines"]) for config in peers) > 5
     assert any("drafter" in config and len(config.get("groups", ())) > 1 for config in configs)
     assert not any(
         "state" in config.get("groups", ()) and config.get("spec_tokens") for config in configs
@@ -363,9 +366,7 @@ def test_one_request_alone_fits_with_all_that_steps_in_flight_compute() -> None:
         config, depth = case.config, max(workload.data["matrix"]["depth"])
         if config.engines or config.groups or config.multi or config.num_blocks >= 64:
             continue
-        lengths = [
-            add.prompt + add.max_tokens for add in case.added if isinstance(add.prompt, int)
-        ]
+        lengths = [add.prompt + add.max_tokens for add in case.added if isinstance(add.prompt, int)]
         ahead = depth * (1 + config.spec_tokens) if config.spec_tokens else 1
         room = (config.num_blocks - 1) * config.block_size
         assert max(lengths, default=0) + ahead <= room, workload.data

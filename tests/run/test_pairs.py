@@ -29,6 +29,7 @@ from kvconform.run.runner import run_variant
 
 PEER = "kvconform.refimpl.variants.peer:Peer"
 PEER_TO_PEER = "kvconform.refimpl.variants.neighbours:PeerToPeer"
+HYBRID_PEER = "kvconform.refimpl.variants.hybrid_peer:HybridPeer"
 PUSHER = "kvconform.refimpl.variants.pusher:Pusher"
 ROUTED = "kvconform.refimpl.variants.routed:Routed"
 ROUTER = "kvconform.refimpl.variants.routed:Router"
@@ -85,6 +86,16 @@ def test_a_producer_that_pushes_chunk_by_chunk_fails_nothing(
         assert [row for row in report.rows if row.verdict == "FAIL"] == []
         # Nothing is held, so there is nothing to give up.
         assert bool(report.unmet) == (case.id == "transfer.late")
+
+
+@WHOLE
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_a_peer_with_several_groups_fails_nothing(case: Case, whole: bool, tmp_path: Path) -> None:
+    for number, variant in enumerate(some(case, whole)):
+        target = Target(HYBRID_PEER, {"lease": 4})
+        report = run_and_judge(variant, target, SPEC, seed=number, tmp=tmp_path / str(number))
+        assert report.harness_error is None
+        assert [row for row in report.rows if row.verdict == "FAIL"] == []
 
 
 @WHOLE

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planted defects of connectors that hand over the blocks of several KV cache groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvconform.refimpl.variants.hybrid_peer import HybridPeer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class OneTable(HybridPeer):
+    """Takes the producer's table of the first group for that of all groups."""
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return super().request_finished_all_groups(request, [block_ids[0]] * len(block_ids))
+
+
+class WithoutNullBlocks(HybridPeer):
+    """Leaves null blocks out of the producer's tables, but not out of the consumer's."""
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        held, params = super().request_finished_all_groups(request, block_ids)
+        if held and params is not None:
+            key = params["remote_request_id"]
+            self._tables[key] = tuple(tuple(filter(None, table)) for table in self._tables[key])
+        return held, params
