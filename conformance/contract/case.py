@@ -442,9 +442,8 @@ class Case(Model):
             raise ValueError("config: dtype and cache_dtype need groups without states")
         if "tensor_parallel" in own and (config.groups or config.context_parallel > 1):
             raise ValueError("config: engines: tensor_parallel needs a model without groups")
-        alone = all(each.ranks == 1 for each, _ in self.configurations)
-        if (config.layers or config.drafter) and not alone:
-            raise ValueError("config: layers and drafter need one rank")
+        if (config.layers or config.drafter) and self.stages > 1:
+            raise ValueError("config: layers and drafter need one pipeline stage")
         if config.drafter and (not config.spec_tokens or self.engines != ["vllm"]):
             raise ValueError("config: drafter needs spec_tokens, and engines must be [vllm]")
         if config.drafter and config.groups and config.groups[-1] in ("state", "private"):

@@ -192,7 +192,8 @@ def config_of(config: Any, place: Place) -> Any:
     own.parallel_config = copy.copy(config.parallel_config)
     own.parallel_config.rank = place.rank
     own.compilation_config = copy.copy(config.compilation_config)
-    own.compilation_config.static_forward_context = {}
+    layers = config.compilation_config.static_forward_context
+    own.compilation_config.static_forward_context = dict(layers)
     own.kv_transfer_config = copy.copy(config.kv_transfer_config)
     return own
 

@@ -167,7 +167,7 @@ def _configure(
     for place, (cache, _) in found:
         cache.hash_size = variant.hash_size
         cache.retention_interval = settings.retention_interval
-        if place.alone and (settings.layers or settings.drafter):
+        if settings.layers or settings.drafter:
             cache.names = [f"model.layers.{n}.self_attn.attn" for n in settings.layer_numbers]
             cache.drafter = len(cache.names) - 1 if settings.drafter else None
     return config, found

@@ -451,15 +451,16 @@ def _layers(dice: Dice, engine: str, drafts: int, groups: list[str]) -> Data:
 
 
 def _fits_two_ranks(extra: Data) -> bool:
-    """Return whether two ranks can split the heads of several groups."""
+    """Return whether two ranks can split the heads of a model that is not the plain one."""
     groups = extra.get("groups", [])
-    return len(groups) > 1 and LARGE.isdisjoint(groups) and not {"layers", "drafter"} & {*extra}
+    is_plain = len(groups) < 2 and not {"layers", "drafter"} & {*extra}
+    return not is_plain and LARGE.isdisjoint(groups)
 
 
 def _formats(block: int, extra: Data) -> list[tuple[Data, Data]]:
     """Return what an engine may have before and after a restart, with blocks of `block` tokens."""
     found = [*FORMATS, ({}, {"block_size": 2 * block}), ({}, {"block_size": 3 * block})]
-    if not extra:  # groups, layers and drafters are not split
+    if not extra:
         found.append(({}, {"tensor_parallel": 2}))
     if "kernel_block_size" in extra:
         return found

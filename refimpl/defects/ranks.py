@@ -72,6 +72,14 @@ class OnlyFirstStores(OneShardForAll):
             super()._load(load, layers)
 
 
+class DrafterOnFirstRank(_Ranked):
+    """Leaves the drafter's layer to the first rank, as if the ranks did not split its heads."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        layers = list(kv_caches.items())
+        super().register_kv_caches(dict(layers[:-1] if self._rank else layers))
+
+
 class UnscaledBlocks(ReferenceConnector):
     """Counts with the block size of one rank's memory (B130).
 

@@ -563,7 +563,8 @@ RESTARTED = [{"add": {"req": "a", "prompt": 9}}, {"run": {}}]
         ({"dtype": "float16"}, {}, ["reference"], None),
         ({"tensor_parallel": 1, "pipeline_parallel": 2}, {"tensor_parallel": 2}, ["vllm"], None),
         ({"pipeline_parallel": 2}, {}, ["vllm"], None),
-        ({"tensor_parallel": 2}, {"layers": [1, 4]}, ["reference"], "need one rank"),
+        ({"tensor_parallel": 2}, {"layers": [1, 4]}, ["reference"], None),
+        ({"pipeline_parallel": 2}, {"layers": [1, 4]}, ["vllm"], "need one pipeline stage"),
         (
             {"tensor_parallel": 1},
             {"groups": ["latent"], "tensor_parallel": 2, "context_parallel": 2},
