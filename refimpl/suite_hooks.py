@@ -39,6 +39,7 @@ class SuiteHooks:
         """Return the declared capabilities for a configuration; the suite infers the others."""
         capabilities: dict[str, Any] = {
             "roles": ["kv_both", "kv_producer", "kv_consumer"],
+            "context_parallel": True,
             "kv_events": True,
         }
         # By default, a chunk is a block. Other chunks may not be a whole number of blocks, and then

@@ -73,7 +73,7 @@ class EngineOf(Model):
 
     role: Role
     block_size: PositiveInt | None = None
-    num_blocks: PositiveInt | None = None
+    num_blocks: Annotated[int, Field(ge=2)] | None = None
     tensor_parallel: Literal[1, 2] | None = Field(
         default=None, description="ranks that the heads are split over"
     )

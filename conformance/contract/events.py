@@ -327,8 +327,8 @@ _kind(
     "on:str req:str generation:int of:str unlike:bool asked:bool finished:bool none:bool "
     "json:str? first_token:int? sampled:int?",
     "The parameters that request `of` ended with are handed to request `req` of another "
-    "engine; unlike = that engine has other sizes or data types; json = what JSON turns them into, "
-    "if that differs.",
+    "engine; unlike = that engine has other block sizes, ranks or data types; json = what JSON "
+    "turns them into, if that differs.",
 )
 _kind(
     "pair.lookup",
@@ -345,10 +345,10 @@ _kind(
     "promised:int loaded:int wrong:bool failed:bool held:bool released:int gone:bool early:bool "
     "at_once:bool",
     "At the end, for a request that was handed parameters: the fate of the KV they refer "
-    "to; unlike = the two engines have different sizes or data types; early = released before the "
-    "request was granted a load, or, without one, before it came; gone = early, or released before "
-    "a load that failed was due; at_once = early, and sooner than any lease could end: within a "
-    "few steps, without a consumer that came.",
+    "to; unlike = the two engines differ in block sizes, ranks or data types; early = released "
+    "before the request was granted a load, or, without one, before it came; gone = early, or "
+    "released before a load that failed was due; at_once = early, and sooner than any lease could "
+    "end: within a few steps, without a consumer that came.",
 )
 
 # -- hooks: what the probe sees

@@ -10,7 +10,7 @@ the installed vLLM. Neither imports vLLM.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -70,16 +70,22 @@ class Mark(Model):
 
     event: Annotated[str, Field(description="kind of event")]
     where: Check | None = None
+    same: list[str] = Field(
+        [], description="fields that it has in common with the event that breaks the guarantee"
+    )
 
     @cached_property
     def _where(self) -> Expression | None:
         return None if self.where is None else compile_expr(self.where, {"e": self.event})
 
-    def precedes(self, trace: Iterable[Mapping[str, Any]], seq: int | None) -> bool:
+    def precedes(self, trace: Sequence[Mapping[str, Any]], seq: int | None) -> bool:
         """Return whether the trace has the mark at event `seq` or before (None: anywhere)."""
         marked = None if self._where is None else self._where.bind({}, {})
+        broken: Mapping[str, Any] = next((e for e in trace if e["seq"] == seq), {})
         return any(
-            event["kind"] == self.event and (marked is None or marked(event))
+            event["kind"] == self.event
+            and (marked is None or marked(event))
+            and all(event.get(name) == broken.get(name) for name in self.same)
             for event in trace
             if seq is None or event["seq"] <= seq
         )

@@ -164,7 +164,7 @@ def _configure(
         (place, shard(registry, place, *size, layout, groups, *kind))
         for place in places(settings, with_connector=connected)
     ]
-    for place, (cache, _) in found:
+    for _, (cache, _) in found:
         cache.hash_size = variant.hash_size
         cache.retention_interval = settings.retention_interval
         if settings.layers or settings.drafter:

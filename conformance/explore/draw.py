@@ -320,8 +320,9 @@ def one(
         if theme == "siblings" or extra.get("role") or extra.get("groups"):
             _promise_nothing(steps)
     if not simple:
-        # One request alone must fit, with the drafts that steps in flight may compute beyond its end.
-        # vLLM stops at max_model_len, for which there is always room. A mutation may set depth 3.
+        # One request alone must fit, with the drafts that steps in flight may compute beyond its
+        # end. vLLM stops at max_model_len, for which there is always room. A mutation may set
+        # depth 3.
         ahead = max(depth, 3) * (drafts + 1) if drafts else 1
         enough = -(-(longest + ahead) // block) + 2
         sizes = [64, enough, enough + 1, enough + 3, enough + 6]

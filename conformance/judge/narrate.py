@@ -82,8 +82,8 @@ def narrate(
             parts.append(reports_of(trace, event))
         if awaited == "transfer.reported" or event["kind"] == "run.end":
             parts.append(lease_of(trace, event))
-        # What an event was to be followed by never came, whenever the thread died.
-        parts.append(_dead_thread(trace, event, later=requirement.respond is not None))
+        if requirement.respond is not None or event["kind"] in ("run.end", "engine.stall"):
+            parts += _dead_threads(trace)
         if row.message != row.check:
             parts.append(row.message)
         if any(parts):
@@ -146,13 +146,9 @@ def _stall_of(trace: Sequence[Event]) -> str | None:
     return None if stall is None else describe(stall)
 
 
-def _dead_thread(trace: Sequence[Event], event: Event, *, later: bool) -> str | None:
-    """Return in words which thread of the connector died before an event, or `later`, if any."""
-    for e in trace:
-        died = e["kind"] == "thread.died" and e is not event
-        if died and (later or e["in_step"] <= event["step"]):
-            return describe(e)
-    return None
+def _dead_threads(trace: Sequence[Event]) -> list[str | None]:
+    """Return in words which thread of the connector died first, which may be why nothing came."""
+    return [describe(e) for e in trace if e["kind"] == "thread.died"][:1]
 
 
 def excerpts(rows: Sequence[Row], trace: Sequence[Event]) -> dict[str, list[Event]]:

@@ -372,7 +372,13 @@ def promises_of(target: Target, tmp: Path, caps: dict[str, Any], *, declared: bo
 
 
 def _promises(calibration: Calibration, caps: dict[str, Any], declared: bool) -> Promises:
-    return Promises(caps, declared, lambda plain, size: calibration.came_back(plain, size)[0])
+    target = calibration.target
+    return Promises(
+        caps,
+        declared,
+        lambda plain, size: calibration.came_back(plain, size)[0],
+        splits=target.declared(target.resolve()).get("context_parallel", False),
+    )
 
 
 def _children_keep_hybrid(target: Target, tmp: Path) -> bool:

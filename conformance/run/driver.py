@@ -267,7 +267,7 @@ class Driver:
         self.run_dry()
         self._before_asking_again()
         dead_threads.emit()
-        self.engine.shutdown()
+        self.shutdown()
 
     def execute(self, steps: Sequence[Step]) -> None:
         """Execute the steps, run until nothing is left, check the expectations, and shut down."""
@@ -563,7 +563,8 @@ class Driver:
     def _restart(self, how: str) -> None:
         self.run_dry()
         self._before_asking_again()
-        self.engine.shutdown()
+        dead_threads.emit()
+        self.shutdown()
         self.restarts += 1
         if how == "another-engine":
             self.running = self.running.named(f"{self.restarts + 1}")
@@ -576,7 +577,8 @@ class Driver:
         self.trace.emit("engine.lifecycle", **lifecycle("restart"))
 
     def _shut_down(self, how: Shutdown) -> None:
-        self.engine.shutdown()
+        dead_threads.emit()
+        self.shutdown()
         if how.again:
             self.engine.shutdown(again=True)
 
@@ -682,6 +684,7 @@ class Driver:
 
     def shutdown(self) -> None:
         """Shut the connector down."""
+        dead_threads.excuse()
         for engine in self.all_engines:
             engine.shutdown()
 

@@ -26,6 +26,7 @@ from kvconform.engine.engine import Engine
 from kvconform.kv.provenance import ROOT, PartMemory, extend, text_id
 from kvconform.observe.call import Call
 from kvconform.observe.telemetry import HashBook
+from kvconform.run import dead_threads
 from kvconform.run.driver import Driver
 from kvconform.run.records import common_prefix
 
@@ -42,7 +43,7 @@ class Handover:
 
     `name` and `of_name` are the requests' names in the case. `stale` says why the parameters refer
     to nothing: `altered`, `replayed`, or "" if they do not. `unlike`: the two engines have
-    different sizes or data types.
+    different block sizes, ranks or data types.
     """
 
     on: str
@@ -412,6 +413,7 @@ class PairDriver(Driver):
 
     def close(self, *, shut_down: bool, crashed: bool = False) -> None:
         """Emit run.end for every engine, then shut them down unless the case did that already."""
+        dead_threads.emit()
         if not crashed:
             self.handovers.end()
         for name in self.engines:
@@ -432,6 +434,7 @@ class PairDriver(Driver):
 
     def shutdown(self) -> None:
         """Shut down the connectors of every engine."""
+        dead_threads.excuse()
         for name, engine in self.engines.items():
             self._turn_to(name)
             engine.shutdown()

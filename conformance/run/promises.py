@@ -222,13 +222,20 @@ class Promises:
     much per step.
 
     `calibrate(plain, block_size)` runs a plain workload, the same one only once, and returns how
-    many tokens came back.
+    many tokens came back. `splits`: the capability context_parallel is declared, so the formula
+    holds where ranks split blocks, too.
     """
 
     def __init__(
-        self, caps: dict[str, Any], declared: bool, calibrate: Callable[[Plain, int], int]
+        self,
+        caps: dict[str, Any],
+        declared: bool,
+        calibrate: Callable[[Plain, int], int],
+        *,
+        splits: bool = False,
     ) -> None:
         self.caps = caps
+        self.splits = splits
         self.declared = declared
         self.calibrate = calibrate
 
@@ -285,7 +292,8 @@ class Promises:
         if chunk > 1 and prefix_match_unit is None:
             # Most connectors claim only whole blocks of the chunks that they have.
             declared = declared // block_size * block_size
-        if self.declared and not groups and layout is None and context_parallel == 1:
+        is_as_declared = context_parallel == 1 or self.splits
+        if self.declared and not groups and layout is None and is_as_declared:
             return declared
         if not self.declared and found >= limit:
             return max(0, limit)

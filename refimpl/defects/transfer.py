@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.defects import targets
@@ -13,6 +13,9 @@ from kvconform.refimpl.tracking import Tracked
 from kvconform.refimpl.variants.converting import Converting
 from kvconform.refimpl.variants.peer import Board, Offer, Peer, Pull
 from kvconform.refimpl.variants.pusher import Progress, Push, Pusher
+
+if TYPE_CHECKING:
+    import torch
 
 
 class OwnIds(Peer):
@@ -196,6 +199,14 @@ class OwnRoom(Peer):
                 which, block = divmod(number * len(pages) + theirs, len(board.pages[names[0]]))
                 pages[mine] = board.pages[names[which]][block]
         board.done.append(pull.key)
+
+
+class KernelsBlocks(Peer):
+    """Takes the blocks of the attention kernel for those of the scheduler."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self.board.pages = kv_caches
 
 
 class ClientsKey(Peer):

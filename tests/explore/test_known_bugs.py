@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guarantees that known bugs of vLLM break are told from those that nothing explains."""
+"""Tests of guarantees that known bugs of vLLM break, and of those that nothing explains."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ def test_two_bugs_that_break_the_same_guarantee_are_told_apart_by_their_marks() 
     """The second bug's mark once hid the first one, whose own was any read of the null block."""
     marks = {entry.id: entry.mark for entry in KNOWN["engine.window-kept"]}
     assert set(marks) == {"whole-prompt-window", "failed-load-window"}
-    read = {"kind": "kv.wrong", "seq": 2, "block": 0}
-    part = {"kind": "lookup", "seq": 1, "is_async": True, "tokens": 8, "local": 4, "known": 13}
+    read = {"kind": "kv.wrong", "seq": 2, "block": 0, "req": "a"}
+    claim = {"is_async": True, "tokens": 8, "local": 4, "known": 13}
+    part = {"kind": "lookup", "seq": 1, "req": "a", **claim}
     failed = {"kind": "transfer.failed", "seq": 1}
 
     def explaining(event: dict[str, Any]) -> list[str]:
@@ -59,4 +60,5 @@ def test_two_bugs_that_break_the_same_guarantee_are_told_apart_by_their_marks() 
 
     assert explaining(part) == []
     assert explaining(part | {"known": 12}) == ["whole-prompt-window"]
+    assert explaining(part | {"known": 12, "req": "b"}) == []
     assert explaining(failed) == ["failed-load-window"]

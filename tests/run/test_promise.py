@@ -14,11 +14,13 @@ import pytest
 
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import complete
+from kvconform.contract.loader import load_spec
 from kvconform.errors import UsageError
 from kvconform.kv.provenance import Identity
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.variants.peer import Peer
 from kvconform.run.calibration import profile_of
+from kvconform.run.case import run_and_judge
 from kvconform.run.promises import Crowd, Plain, Promises
 
 CAPS = complete({"store": True, "saves": "all", "chunk_tokens": 4})
@@ -145,6 +147,50 @@ def test_a_plain_run_is_made_if_its_outcome_matters(
     for _ in range(2):
         assert promises.promised(source, list(range(10)), request, 4, 99, found=found) == tokens
         assert len(set(asked)) == runs
+
+
+@pytest.mark.parametrize(
+    ("slices", "splits", "tokens"), [(1, False, 28), (2, True, 28), (2, False, 8)]
+)
+def test_where_ranks_split_blocks_the_formula_holds_if_that_is_declared(
+    slices: int, splits: bool, tokens: int
+) -> None:
+    """Else a plain run of the same kind says what comes back."""
+
+    def calibrate(plain: Plain, block_size: int) -> int:
+        assert plain.context_parallel == 2
+        return 8
+
+    promises = Promises(CAPS, True, calibrate, splits=splits)
+    source = SimpleNamespace(all_token_ids=list(range(30)))
+    request = SimpleNamespace(all_token_ids=list(range(40)))
+    found = promises.promised(source, list(range(10)), request, 4, 99, context_parallel=slices)
+    assert found == tokens
+
+
+class DoesNotSplit(ReferenceConnector):
+    """Finds nothing where ranks split blocks."""
+
+    kvconform_capabilities = None  # type: ignore[assignment]
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Lookup:
+        if self._vllm_config.parallel_config.decode_context_parallel_size > 1:
+            return 0, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_who_declares_context_parallelism_must_bring_back_what_was_saved(
+    declared: bool, tmp_path: Path
+) -> None:
+    variant = load_spec().cases["ranks.degrees"].variants(["reference"])[0]
+    caps = {"store": True, "saves": "all", "async_load": False, "transfer": False}
+    if declared:
+        caps["context_parallel"] = True
+    target = Target(f"{__name__}:DoesNotSplit", {"store": "{tmp}"}, capabilities=caps)
+    report = run_and_judge(variant, target, load_spec(), seed=0, tmp=tmp_path, brief=True)
+    failed = {row.requirement for row in report.rows if row.verdict == "FAIL"}
+    assert ("save.completeness" in failed) == declared
 
 
 @pytest.mark.parametrize("size", [4, 16])
