@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.defects import targets
@@ -207,6 +210,32 @@ class KernelsBlocks(Peer):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         self.board.pages = kv_caches
+
+
+class NotesBeforeItPulls(Peer):
+    """Tells the producer that its KV is not needed when a thread is to copy it, and not after."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._pool = ThreadPoolExecutor(1) if role == KVConnectorRole.WORKER else None
+        self._copying: list[tuple[str, Future[None]]] = []
+
+    def _copy(self, pull: Pull, offer: Offer) -> None:
+        assert self._pool is not None
+        self.boards[pull.engine][self._rank].done.append(pull.key)
+        self._copying.append((pull.req, self._pool.submit(super()._copy, pull, offer)))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent, received = super().get_finished(finished_req_ids)
+        busy = {req for req, copied in self._copying if not copied.done()}
+        copied = {req for req, _ in self._copying} - busy
+        self._copying = [each for each in self._copying if each[0] in busy]
+        return sent, ((received or set()) | copied) - busy or None
+
+    def shutdown(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+        super().shutdown()
 
 
 class ClientsKey(Peer):
