@@ -554,7 +554,8 @@ def _pair_lookup(e: Event) -> str:
     source = f", handed over by {e['of']}" if e["of"] else ""
     if e["stale"]:
         source += f" (a reference that is {e['stale']})"
-    answer = f"the connector answered {many(e['tokens'], 'token')} after {e['local']} local ones"
+    said = "not yet" if e["tokens"] is None else many(e["tokens"], "token")
+    answer = f"the connector answered {said} after {e['local']} local ones"
     return f"engine {e['on']} ({e['role']}) asked for {e['req']}{source}: {answer}"
 
 

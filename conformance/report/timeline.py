@@ -15,7 +15,7 @@ from kvconform.contract.events import WRITES
 from kvconform.contract.steps import DISK_FULL
 from kvconform.contract.trace import Event
 from kvconform.judge.backtrace import is_noise
-from kvconform.judge.describe import changed_argument, namesake, spans
+from kvconform.judge.describe import changed_argument, describe, namesake, spans
 from kvconform.judge.identity import told_apart_by
 from kvconform.words import many
 
@@ -445,6 +445,11 @@ def _controlled(e: Event) -> tuple[str, str]:
     return "control", f"{e['do']} {e['of']}{to}: {e['before']} tokens before, {e['after']} after"
 
 
+def _of_pair(e: Event) -> tuple[str, str]:
+    words = {"pair.lookup": "asked", "pair.params": "handed", "pair.request": "in the end"}
+    return words[e["kind"]], str(describe(e))
+
+
 def _cache_lookup(e: Event) -> tuple[str, str]:
     return "in cache", f"{e['req']} {e['cached']} tokens by level, usable up to {e['usable']}"
 
@@ -504,6 +509,9 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "transfer.reported": _reported,
     "plan": _plan,
     "control.done": _controlled,
+    "pair.lookup": _of_pair,
+    "pair.params": _of_pair,
+    "pair.request": _of_pair,
     "cache.lookup": _cache_lookup,
     "cache.state": _cache_state,
     "cache.ended": _cache_state,
