@@ -342,10 +342,11 @@ _kind(
     "pair.request",
     "sched",
     "on:str req:str generation:int of:str stale:str unlike:bool aborted:bool offered:int local:int "
-    "promised:int loaded:int wrong:bool failed:bool held:bool released:int gone:bool early:bool "
-    "at_once:bool",
+    "promised:int refused:bool loaded:int wrong:bool failed:bool held:bool released:int gone:bool "
+    "early:bool at_once:bool",
     "At the end, for a request that was handed parameters: the fate of the KV they refer "
-    "to; unlike = the two engines differ in block sizes, ranks or data types; early = released "
+    "to; unlike = the two engines differ in block sizes, ranks or data types; refused = the engine "
+    "granted nothing of what the connector had promised; early = released "
     "before the request was granted a load, or, without one, before it came; gone = early, or "
     "released before a load that failed was due; at_once = early, and sooner than any lease could "
     "end: within a few steps, without a consumer that came.",

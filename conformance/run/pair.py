@@ -235,6 +235,7 @@ class Handovers:
         lost = next((e["seq"] for e in dues if e["transfer"] in failed), -1)
         early = bool(reports) and reports[0] < asked
         wrong = [e for e in dues if (e["missing"] and not e["reported_failed"]) or e["wrong"]]
+        promised = max((e["tokens"] for e in lookups), default=0)
         self.trace.emit(
             "pair.request",
             on=handed.on,
@@ -246,7 +247,8 @@ class Handovers:
             aborted=aborted,
             offered=offered,
             local=max((e["local"] for e in grants), default=0),
-            promised=max((e["tokens"] for e in lookups), default=0),
+            promised=promised,
+            refused=promised > 0 and bool(grants) and not any(e["external"] for e in grants),
             loaded=sum(e["granted"] for e in good),
             wrong=any(e["transfer"] not in failed for e in wrong),
             failed=any(e["transfer"] in failed for e in dues),

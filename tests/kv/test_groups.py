@@ -234,7 +234,7 @@ def test_a_connector_may_refuse_a_window(tmp_path: Path) -> None:
         {"layout": "BLHNC", "kernel_block_size": 2},
         {"drafter": True},
         {"layers": [2, 0]},
-        {"layers": [0, 2], "tensor_parallel": 2},
+        {"layers": [0, 2], "pipeline_parallel": 2},
         {"tensor_parallel": 4},
         {"groups": ["latent"], "tensor_parallel": 4, "context_parallel": 3, "block_size": 12},
         {"groups": ["latent"], "tensor_parallel": 3, "context_parallel": 3, "block_size": 8},

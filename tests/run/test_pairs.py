@@ -110,6 +110,31 @@ def test_a_pair_whose_router_makes_the_parameters_fails_nothing(
         assert [row for row in report.rows if row.verdict in ("FAIL", "WARN")] == []
 
 
+def test_what_the_engine_does_not_take_is_not_owed(tmp_path: Path) -> None:
+    """It computes what the connector had promised; found by exploration."""
+    case = Case.model_validate(
+        {
+            "id": "transfer.not-taken",
+            "area": "transfer",
+            "text": "A consumer's engine takes no hit.",
+            "config": {"engines": {"p": "kv_producer", "d": "kv_consumer"}},
+            "policies": ["ignore-hits"],
+            "engines": ["reference"],
+            "steps": [
+                {"add": {"req": "p1", "prompt": 13, "max_tokens": 1, "hand_over": True}},
+                {"run": {"until": "p1"}},
+                {"on": "d"},
+                {"add": {"req": "d1", "prompt": {"same": "p1"}, "handed": "p1"}},
+                {"run": {}},
+            ],
+        }
+    )
+    report = run_and_judge(case.variants()[0], Target(PEER, {}), SPEC, seed=0, tmp=tmp_path)
+    summed = [e for e in report.trace if e["kind"] == "pair.request"]
+    assert [(e["promised"] > 0, e["refused"], e["loaded"]) for e in summed] == [(True, True, 0)]
+    assert [row.requirement for row in report.rows if row.verdict == "FAIL"] == []
+
+
 def test_what_a_lease_gave_up_before_the_request_came_is_not_owed(tmp_path: Path) -> None:
     """The clock was set forward while no request came; found by exploration."""
     prompt = {"prompt": 7, "max_tokens": 1}
