@@ -313,6 +313,25 @@ class HandOver(NamedTuple):
 NOTHING = HandOver(hands_over=False, notes=False, partial=False)
 
 
+def hand_over_case() -> Case:
+    """Return the case in which a producer hands one prompt to a consumer."""
+    case = {
+        "id": "internal.hand-over",
+        "area": "internal",
+        "text": "A producer computes a prompt, and a consumer asks for its KV.",
+        "config": {"engines": {"p": "kv_producer", "d": "kv_consumer"}},
+        "engines": ["reference"],
+        "steps": [
+            {"add": {"req": "p1", "prompt": 13, "max_tokens": 1, "hand_over": True}},
+            {"run": {"until": "p1"}},
+            {"on": "d"},
+            {"add": {"req": "d1", "prompt": {"same": "p1"}, "handed": "p1"}},
+            {"run": {}},
+        ],
+    }
+    return Case.model_validate(case, strict=False)
+
+
 def hand_over(target: Target, tmp: Path) -> HandOver:
     """Return what comes of one request that a router sends to a producer and to a consumer."""
     from kvconform.compat.vllm_api import KVConnectorBase_V1
@@ -321,23 +340,7 @@ def hand_over(target: Target, tmp: Path) -> HandOver:
     hooks = ("request_finished", "request_finished_all_groups")
     if not any(_own(cls, hook, KVConnectorBase_V1) for hook in hooks):
         return NOTHING
-    case = Case.model_validate(
-        {
-            "id": "internal.hand-over",
-            "area": "internal",
-            "text": "A producer computes a prompt, and a consumer asks for its KV.",
-            "config": {"engines": {"p": "kv_producer", "d": "kv_consumer"}},
-            "engines": ["reference"],
-            "steps": [
-                {"add": {"req": "p1", "prompt": 13, "max_tokens": 1, "hand_over": True}},
-                {"run": {"until": "p1"}},
-                {"on": "d"},
-                {"add": {"req": "d1", "prompt": {"same": "p1"}, "handed": "p1"}},
-                {"run": {}},
-            ],
-        },
-        strict=False,
-    )
+    case = hand_over_case()
     variant = Variant(case, "reference", "sync", "v1", 1, case.config.block_size)
     run = run_variant(variant, target, seed=0, tmp=tmp / "hand-over", rests=True)
     handed = [e for e in run.trace if e["kind"] == "pair.params"]

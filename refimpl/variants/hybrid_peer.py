@@ -53,14 +53,13 @@ class HybridPeer(Peer, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         planned = len(self._pulls)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        for pull in self._pulls[planned:]:
-            if pull.blocks:
-                end = pull.first + len(pull.blocks)
-                tables = tuple(tuple(table[pull.first : end]) for table in blocks.get_block_ids())
-                known = tuple(block for table in tables for block in table if block)
-                self._pulls[-1] = GroupedPull(
-                    pull.req, pull.engine, pull.key, pull.first, known, tables
-                )
+        if len(self._pulls) == planned or not self._pulls[-1].blocks:
+            return
+        pull = self._pulls.pop()
+        end = pull.first + len(pull.blocks)
+        tables = tuple(tuple(table[pull.first : end]) for table in blocks.get_block_ids())
+        known = tuple(block for table in tables for block in table if block)
+        self._pulls.append(GroupedPull(pull.req, pull.engine, pull.key, pull.first, known, tables))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: Sequence[Sequence[int]]
@@ -90,11 +89,11 @@ class HybridPeer(Peer, SupportsHMA):
         board = self.boards[pull.engine][self._rank]
         if isinstance(pull, GroupedPull) and isinstance(offer, GroupedOffer):
             for names, mine, theirs in zip(self._layers_of, pull.tables, offer.tables, strict=True):
-                pairs = list(zip(mine, theirs[pull.first :], strict=False))
+                pairs = zip(mine, theirs[pull.first :], strict=False)
+                kept = [(to, of) for to, of in pairs if to]
                 for name in names:
-                    for to, of in pairs:
-                        if to:
-                            self.board.pages[name][to] = board.pages[name][of]
+                    for to, of in kept:
+                        self.board.pages[name][to] = board.pages[name][of]
         if self.notes:
             board.done.append(pull.key)
 

@@ -22,7 +22,13 @@ from kvconform.contract.requirement import Requirement
 from kvconform.judge.verdict import evaluate_sides
 from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.variants.peer import Offer, Peer, Pull
-from kvconform.run.calibration import NOTHING, HandOver, hand_over, target_profile
+from kvconform.run.calibration import (
+    NOTHING,
+    HandOver,
+    hand_over,
+    hand_over_case,
+    target_profile,
+)
 from kvconform.run.case import run_and_judge
 from kvconform.run.pair import _through_json
 from kvconform.run.runner import run_variant
@@ -112,23 +118,7 @@ def test_a_pair_whose_router_makes_the_parameters_fails_nothing(
 
 def test_what_the_engine_does_not_take_is_not_owed(tmp_path: Path) -> None:
     """It computes what the connector had promised; found by exploration."""
-    case = Case.model_validate(
-        {
-            "id": "transfer.not-taken",
-            "area": "transfer",
-            "text": "A consumer's engine takes no hit.",
-            "config": {"engines": {"p": "kv_producer", "d": "kv_consumer"}},
-            "policies": ["ignore-hits"],
-            "engines": ["reference"],
-            "steps": [
-                {"add": {"req": "p1", "prompt": 13, "max_tokens": 1, "hand_over": True}},
-                {"run": {"until": "p1"}},
-                {"on": "d"},
-                {"add": {"req": "d1", "prompt": {"same": "p1"}, "handed": "p1"}},
-                {"run": {}},
-            ],
-        }
-    )
+    case = hand_over_case().model_copy(update={"policies": ["ignore-hits"]})
     report = run_and_judge(case.variants()[0], Target(PEER, {}), SPEC, seed=0, tmp=tmp_path)
     summed = [e for e in report.trace if e["kind"] == "pair.request"]
     assert [(e["promised"] > 0, e["refused"], e["loaded"]) for e in summed] == [(True, True, 0)]
