@@ -348,8 +348,9 @@ _kind(
     "to; unlike = the two engines differ in block sizes, ranks or data types; refused = the engine "
     "granted nothing of what the connector had promised; early = released "
     "before the request was granted a load, or, without one, before it came; gone = early, or "
-    "released before a load that failed was due; at_once = early, and sooner than any lease could "
-    "end: within a few steps, without a consumer that came.",
+    "released before a load that failed was due and late enough for a lease to have ended; "
+    "at_once = early, and sooner than any lease could end: within a few steps, without a consumer "
+    "that came.",
 )
 
 # -- hooks: what the probe sees

@@ -33,6 +33,8 @@ from kvconform.run.records import common_prefix
 FINISHED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 SHORTEST_LEASE = 2
 """Steps. No lease is as short: a consumer could hardly come before it ends."""
+COUNTED_LEASE = 4
+"""Steps. What one that counts polls gives a consumer at least, where no time passes."""
 FIRST_TOKEN = ("first_tok", "first_token", "first_token_id")
 """Names of the parameter in which connectors pass the producer's first token."""
 
@@ -230,9 +232,6 @@ class Handovers:
         came = next((e["seq"] for e in (*dues, *mine)), math.inf)
         # A producer may have read it all, and report, before the consumer's engine hears of it.
         asked = next((e["seq"] for e in grants if e["external"]), came)
-        # A push, or a pull that is reported later, is over before the load is due. So a release
-        # up to then says nothing, except where the load failed.
-        lost = next((e["seq"] for e in dues if e["transfer"] in failed), -1)
         early = bool(reports) and reports[0] < asked
         wrong = [e for e in dues if (e["missing"] and not e["reported_failed"]) or e["wrong"]]
         promised = max((e["tokens"] for e in lookups), default=0)
@@ -254,9 +253,26 @@ class Handovers:
             failed=any(e["transfer"] in failed for e in dues),
             held=any(e["kind"] == "hold" for e in sends),
             released=len(released),
-            gone=early or (bool(reports) and reports[0] < lost),
+            gone=early or self._expired(sends, dues, failed),
             early=early,
             at_once=early and self._at_once(handed.of, sends),
+        )
+
+    def _expired(self, sends: list[Event], dues: list[Event], failed: set[str]) -> bool:
+        """Return whether a lease may have ended before a load that failed was due.
+
+        `sends` are the events about what the producer holds for the request; of the load.due events
+        `dues`, those with an id in `failed` failed. A push, or a pull that is reported later, is
+        over before the load is due, and a consumer's note ends what the producer holds. So a
+        release up to then says nothing, except where it may have been a lease that ended.
+        """
+        lost = next((e["seq"] for e in dues if e["transfer"] in failed), -1)
+        hold = next((e for e in sends if e["kind"] == "hold"), None)
+        report = next((e for e in sends if e["kind"] == "transfer.reported"), None)
+        if hold is None or report is None or report["seq"] > lost:
+            return False
+        return report["step"] - hold["step"] > COUNTED_LEASE or any(
+            e["kind"] == "clock.advanced" and e["seq"] < report["seq"] for e in self.trace.events
         )
 
     def _at_once(self, of: str, sends: list[Event]) -> bool:

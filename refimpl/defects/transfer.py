@@ -14,7 +14,7 @@ from kvconform.refimpl.defects import targets
 from kvconform.refimpl.plan import Save
 from kvconform.refimpl.tracking import Tracked
 from kvconform.refimpl.variants.converting import Converting
-from kvconform.refimpl.variants.peer import Board, Offer, Peer, Pull
+from kvconform.refimpl.variants.peer import Board, Offer, Peer, PeerMetadata, Pull
 from kvconform.refimpl.variants.pusher import Progress, Push, Pusher
 
 if TYPE_CHECKING:
@@ -122,6 +122,17 @@ class ExpiredIsFine(Peer):
 
     def _failed(self, pull: Pull) -> None:
         return
+
+
+class NotesAndFails(Peer):
+    """Notifies the producer when a pull begins, which then fails: what it reads is gone by then."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, PeerMetadata)
+        for pull in meta.pulls:
+            self.boards[pull.engine][self._rank].done.append(pull.key)
 
 
 class SilentFailure(Peer):
