@@ -20,6 +20,7 @@ from kvconform.refimpl.defects import targets
 from kvconform.refimpl.faulty import Target, with_arguments
 from kvconform.refimpl.keys import root_key
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save
+from kvconform.refimpl.variants.plain import Plain
 from kvconform.refimpl.variants.ranks import Drifting
 from kvconform.refimpl.variants.threads import SavingThreads
 
@@ -89,6 +90,17 @@ class UnscaledBlocks(ReferenceConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._block_size = vllm_config.cache_config.block_size
+
+
+class UnscaledHits(Plain):
+    """Counts hits and grants with the block size of one rank's memory.
+
+    It claims less than it has, and loads the right blocks as long as there is no local hit.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._size = vllm_config.cache_config.block_size
 
 
 class TwoSlices(ReferenceConnector):

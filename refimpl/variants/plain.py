@@ -45,7 +45,9 @@ class Plain(KVConnectorBase_V1):
         self._index = self._stores.setdefault(f"index of {name}", {})
         self._name = name
         self._resets.setdefault(name, 0)
-        self._size = vllm_config.cache_config.block_size
+        # Ranks that split the tokens of a block have a part of it each.
+        slices = vllm_config.parallel_config.decode_context_parallel_size
+        self._size = vllm_config.cache_config.block_size * slices
         self._live: dict[str, tuple[Any, list[int]]] = {}
         self._to_load: dict[str, int] = {}
 
