@@ -176,16 +176,18 @@ def _parts(load: Load) -> Iterator[Load]:
 class Stumbles(ReferenceConnector):
     """Fails the first load and every third one after it, for a transient reason.
 
-    Its chunks stay in the store, so the next attempt can succeed.
+    Its chunks stay in the store, so the next attempt of the request succeeds.
     """
 
     loads = 0
+    failed_last: str | None = None
 
     def _load(self, load: Load, layers: Iterable[str]) -> None:
         self.loads += 1
-        if self.loads % 3 != 1:
+        if self.loads % 3 != 1 or load.req == self.failed_last:
             super()._load(load, layers)
             return
+        self.failed_last = load.req
         failed = set[int]().union(*(piece.blocks(self._block_size) for piece in load.pieces))
         self._invalid |= failed
         self._bad |= failed
