@@ -29,6 +29,7 @@ from kvconform.emulation.note import NotEmulated, caller
 
 POISON = 0xCB  # content of freed and uninitialised bytes
 FILLED = 1 << 24  # bytes; larger allocations are not poisoned, which would cost time and memory
+GUARDED = 1 << 20  # bytes after an allocation that nothing else gets; at most its own size
 
 
 class Kind(StrEnum):
@@ -46,6 +47,7 @@ class Block:
     - `home`: the queue on which it was allocated.
     - `recorded`: the queues that record_stream() named.
     - `leased`: the end of the user's last reference is noticed through `lease`.
+    - `guard`: bytes after the block that belong to nobody, so that an address there is wrong.
     - `watched`: a torch storage lies under it, so `Memory.registration_freed` can query its end.
     - `made`: where it was allocated.
     - `pending`, `raw`: counts of queued work, see machine.Used.
@@ -54,6 +56,7 @@ class Block:
     __slots__ = (
         "__weakref__",
         "bytes",
+        "guard",
         "home",
         "kind",
         "lease",
@@ -67,8 +70,9 @@ class Block:
         "watched",
     )
 
-    def __init__(self, kind: Kind, data: torch.Tensor, home: Queue | None) -> None:
+    def __init__(self, kind: Kind, data: torch.Tensor, home: Queue | None, guard: int = 0) -> None:
         self.kind = kind
+        self.guard = guard
         self.bytes = data
         self.home = home
         self.start = data.data_ptr()
@@ -127,12 +131,12 @@ class Memory:
         if kind is Kind.PINNED:
             self.reuse_pinned()
         size = max(nbytes, 1)
-        data = (
-            torch.zeros(size, dtype=torch.uint8) if zero else torch.empty(size, dtype=torch.uint8)
-        )
+        guard = min(size, GUARDED)
+        made = torch.zeros if zero else torch.empty
+        data = made(size + guard, dtype=torch.uint8)[:size]
         if not zero and size <= FILLED:
             data.fill_(POISON)
-        block = Block(kind, data, home)
+        block = Block(kind, data, home, guard)
         loan = data.numpy()
         block.lease = weakref.ref(loan, lambda _: self._ended.append(block))
         block.leased = True
@@ -225,9 +229,9 @@ class Memory:
         """Return the block that holds the bytes [pointer, pointer + nbytes).
 
         For host memory that is not pinned the block is a new one. Raises ValueError for a range
-        that is only partly in a known block, or that begins where a known block ends. Raises
-        NotEmulated for any other range: it may be a wild address, or host memory that is not
-        torch's.
+        that is only partly in a known block, or behind one: in its guard, or behind memory pinned
+        by address, as far as that is long. Raises NotEmulated for any other range: it may be a wild
+        address, or host memory that is not torch's.
         """
         self.collect()
         with self.machine.lock:
@@ -246,7 +250,10 @@ class Memory:
             if storage is not None:
                 ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
         # No other allocation begins immediately after a block.
-        ranges += [(block.start, block.end + 1) for block in near]
+        ranges += [(block.start, block.end + max(block.guard, 1)) for block in near]
+        # What was pinned by address, such as a mapped file, was not allocated here. Behind it may
+        # be anything, but copies there were more likely meant for it.
+        ranges += [(block.start, block.end + block.nbytes) for block in self.registered.values()]
         if any(start < pointer + nbytes and pointer < end for start, end in ranges):
             raise ValueError(
                 f"A copy of {nbytes} bytes at address {pointer:#x}: "

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 
@@ -75,6 +76,20 @@ def test_sources_that_may_be_read_in_any_order_are_read_too_early_or_late():
             assert ("read_early" in kinds(cuda)) == (delay == "compute")
 
 
+def test_a_block_behind_memory_pinned_by_address_is_refused():
+    mapped = mmap.mmap(-1, 4 * mmap.PAGESIZE)
+    with emulate("compute") as cuda:
+        kv = device_bytes(cuda, 0)
+        start = ctypes.addressof(ctypes.c_ubyte.from_buffer(mapped))
+        cuda.memory.register(start, mmap.PAGESIZE)
+        cuda.queue_copy(start + mmap.PAGESIZE - 16, kv.data_ptr(), 16)
+        with pytest.raises(ValueError, match="no device, pinned or known host memory"):
+            cuda.queue_copy(start + mmap.PAGESIZE + 16, kv.data_ptr(), 16)
+        with pytest.raises(NotEmulated):  # so far behind that it may be somebody else's
+            cuda.queue_copy(start + 3 * mmap.PAGESIZE, kv.data_ptr(), 16)
+        cuda.drain()
+
+
 def test_ranges_that_run_over_the_end_of_their_block_are_refused():
     with emulate("compute") as cuda:
         kv, host = device_bytes(cuda, 0), torch.zeros(16, dtype=torch.uint8, pin_memory=True)
@@ -85,6 +100,7 @@ def test_ranges_that_run_over_the_end_of_their_block_are_refused():
             (start - 1, 2),
             (start - 1, 20),
             (end, 1),
+            (end + 12, 4),  # a block behind the last
             (known_end - 1, 2),
         ):
             with pytest.raises(ValueError, match="no device, pinned or known host memory"):
