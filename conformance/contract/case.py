@@ -433,8 +433,8 @@ class Case(Model):
             raise ValueError(
                 "config: layers and groups must be as many, if there are several groups"
             )
-        if any(each.pipeline_parallel for each in self.changes) and self.engines != ["vllm"]:
-            raise ValueError("restart: pipeline_parallel: engines must be [vllm]")
+        if self.stages > 1 and self.engines != ["vllm"]:
+            raise ValueError("pipeline_parallel: engines must be [vllm]")
         own = [name for each in config.own.values() for name in each]
         plain = config.dtype == "float32" and config.cache_dtype == "auto"
         plain = plain and not {"dtype", "cache_dtype"} & {*own}
@@ -442,8 +442,8 @@ class Case(Model):
             raise ValueError("config: dtype and cache_dtype need groups without states")
         if "tensor_parallel" in own and (config.groups or config.context_parallel > 1):
             raise ValueError("config: engines: tensor_parallel needs a model without groups")
-        if (config.layers or config.drafter) and self.stages > 1:
-            raise ValueError("config: layers and drafter need one pipeline stage")
+        if config.drafter and self.stages > 1:
+            raise ValueError("config: drafter needs one pipeline stage")
         if config.drafter and (not config.spec_tokens or self.engines != ["vllm"]):
             raise ValueError("config: drafter needs spec_tokens, and engines must be [vllm]")
         if config.drafter and config.groups and config.groups[-1] in ("state", "private"):

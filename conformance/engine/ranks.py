@@ -9,6 +9,7 @@ say so; `torch.distributed` itself knows one process.
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from vllm.distributed import parallel_state
+from vllm.distributed.utils import get_pp_indices
 
 from kvconform.compat.vllm_api import ModelRunnerOutput, init_parallel_state
 from kvconform.contract.case import Config
@@ -80,10 +82,14 @@ def places(settings: Config, *, with_connector: bool) -> list[Place]:
 
 
 class RankBook:
-    """The part of a code book that one rank's cache holds: some of its layers and heads."""
+    """The part of a code book that one rank's cache holds: some of its layers and heads.
 
-    def __init__(self, book: CodeBook, place: Place) -> None:
-        if book.layers % place.stages or book.heads % place.shards:
+    `layers`: indices of the layers of the rank's stage. `latent`: the heads are not split.
+    """
+
+    def __init__(self, book: CodeBook, place: Place, layers: range, *, latent: bool) -> None:
+        shards = 1 if latent else place.shards
+        if not layers or book.heads % shards:
             raise ValueError(
                 f"{book.layers} layers and {book.heads} heads cannot be split over"
                 f" {place.stages} x {place.shards} ranks"
@@ -91,10 +97,10 @@ class RankBook:
         self.whole = book
         self.head_dim = book.head_dim
         self.width = book.width
-        self.layers = book.layers // place.stages
-        self.heads = book.heads // place.shards
-        self.layer = place.pp * self.layers
-        self.head = place.tp * self.heads
+        self.layers = len(layers)
+        self.heads = book.heads // shards
+        self.layer = layers.start
+        self.head = 0 if latent else place.tp * self.heads
         self.content_mask = book.content_mask
         self.read_print = book.read_print
 
@@ -128,41 +134,50 @@ class RankRegistry:
         return content, layer - self.book.layer, kv, head - self.book.head
 
 
+def stage_of(place: Place, numbers: Sequence[int], hidden: int) -> range:
+    """Return the indices of the layers with KV that the stage of `place` has.
+
+    `numbers` are those of all layers with KV, in a model of `hidden` layers. vLLM gives the stages
+    unlike numbers of layers if they cannot be equal.
+    """
+    first, end = get_pp_indices(hidden, place.pp, place.stages)
+    return range(bisect_left(numbers, first), bisect_left(numbers, end))
+
+
 def shard(
     registry: Registry,
     place: Place,
     num_blocks: int,
     block_size: int,
     layout: str,
+    numbers: Sequence[int],
+    hidden: int,
     groups: Sequence[Group] = (),
     kernel_block_size: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[PagedCache, Registry]:
     """Return the cache of one rank, and the registry that its worker and oracle use.
 
-    If there is one rank, they are those of the whole model. `groups` are its KV cache groups.
-    `kernel_block_size` and `dtype`: see PagedCache.
+    If there is one rank, they are those of the whole model, whose layers with KV have `numbers`, of
+    `hidden` layers. `groups` are its KV cache groups. `kernel_block_size` and `dtype`: see
+    PagedCache.
     """
     options: dict[str, Any] = dict(layout=layout, kernel_block_size=kernel_block_size, dtype=dtype)
-    if place.alone:
-        whole = PagedCache(registry.book, num_blocks, block_size, groups=groups, **options)
-        return whole, registry
-    if any(group.kind == "latent" for group in groups):  # one head, which cannot be split
-        held = SlicedCache(
-            registry.book,
-            num_blocks,
-            block_size,
-            place.tp % place.slices,
-            place.slices,
-            groups=groups,
-            **options,
-        )
-        return held, registry
-    book = RankBook(registry.book, place)
-    own = _shares_of(groups, book)
-    cache = PagedCache(cast(CodeBook, book), num_blocks, block_size, groups=own, **options)
-    cache.names = [f"model.layers.{book.layer + i}.self_attn.attn" for i in range(book.layers)]
-    return cache, cast(Registry, RankRegistry(registry, book))
+    latent = any(group.kind == "latent" for group in groups)
+    layers = stage_of(place, numbers, hidden) if place.stages > 1 else range(len(numbers))
+    book, own = registry.book, registry
+    if place.stages > 1 or (place.shards > 1 and not latent):
+        rank_book = RankBook(registry.book, place, layers, latent=latent)
+        groups = _shares_of(groups, rank_book)
+        book, own = cast(CodeBook, rank_book), cast(Registry, RankRegistry(registry, rank_book))
+    cache: PagedCache
+    if latent and not place.alone:  # one head, which cannot be split; perhaps the tokens are
+        slices = (place.tp % place.slices, place.slices)
+        cache = SlicedCache(book, num_blocks, block_size, *slices, groups=groups, **options)
+    else:
+        cache = PagedCache(book, num_blocks, block_size, groups=groups, **options)
+    cache.names = [f"model.layers.{numbers[i]}.self_attn.attn" for i in layers]
+    return cache, own
 
 
 def _shares_of(groups: Sequence[Group], book: RankBook) -> tuple[Group, ...]:
@@ -307,6 +322,11 @@ class Ranks:
     def leader(self) -> Rank:
         """The rank that samples."""
         return self.members[-1]
+
+    @property
+    def first(self) -> Rank:
+        """Rank 0, whose KVCacheConfig the scheduler and its half get, too."""
+        return next(rank for rank in self.members if rank.place.rank == 0)
 
     @contextmanager
     def driving(self, rank: Rank) -> Iterator[None]:

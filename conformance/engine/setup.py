@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import set_current_vllm_config
+from vllm.distributed.utils import get_pp_indices
 
 from kvconform.compat.groups import registered, resolve_hits, resolve_layout
 from kvconform.compat.kernel_blocks import add_layers
@@ -67,7 +68,7 @@ def build(
     Probe.active = probe
     config, shards = _configure(variant, target, trace, registry, tmp, connected=connected)
     given_id = config.kv_transfer_config.engine_id if connected else None
-    ranks = Ranks(_ranks(config, shards), trace)
+    ranks = Ranks(_ranks(config, shards, variant.case.config), trace)
     view = EngineView(info, ranks)
     hashes = HashBook(variant.hash_size, view.identity)
     watch = Watch(trace, probe, hashes, view.generation)
@@ -89,9 +90,8 @@ def build(
         _inspect_classes(trace, variant, target, ranks.leader, tmp, inspection)
     _build_workers(variant, trace, view, memory)
     with noted(trace, "start", target.resolve()) if connected else nullcontext():
-        leader = ranks.leader
         view.scheduler = build_scheduler(
-            variant, config, leader.cache_config, with_connector=connected
+            variant, config, ranks.first.cache_config, with_connector=connected
         )
     reports = None
     if connected:
@@ -150,7 +150,6 @@ def _configure(
         if connected:
             refused(trace, target.resolve(), error, config)
         raise
-    _add_experts(config, settings)
     groups = groups_of(
         settings.groups,
         layers=registry.book.layers,
@@ -159,32 +158,32 @@ def _configure(
         window=settings.window,
     )
     size = (settings.num_blocks, variant.block_size)
+    layers = (settings.layer_numbers, settings.hidden_layers)
     kind = (settings.kernel_block_size, kv_dtype(settings))
     found = [
-        (place, shard(registry, place, *size, layout, groups, *kind))
+        (place, shard(registry, place, *size, layout, *layers, groups, *kind))
         for place in places(settings, with_connector=connected)
     ]
     for _, (cache, _) in found:
         cache.hash_size = variant.hash_size
         cache.retention_interval = settings.retention_interval
-        if settings.layers or settings.drafter:
-            cache.names = [f"model.layers.{n}.self_attn.attn" for n in settings.layer_numbers]
-            cache.drafter = len(cache.names) - 1 if settings.drafter else None
+        cache.drafter = len(cache.names) - 1 if settings.drafter else None
     return config, found
 
 
-def _add_experts(config: Any, settings: Config) -> None:
-    """Register a layer without KV per number that no layer with KV has.
+def _add_experts(config: Any, settings: Config, place: Place) -> None:
+    """Register a layer without KV per number of the rank's stage that no layer with KV has.
 
     Mixtures of experts are such layers. vLLM registers them with those that have KV.
     """
     layers = config.compilation_config.static_forward_context
-    for number in set(range(settings.hidden_layers)) - set(settings.layer_numbers):
+    numbers = range(*get_pp_indices(settings.hidden_layers, place.pp, place.stages))
+    for number in set(numbers) - set(settings.layer_numbers):
         name = f"model.layers.{number}.mlp.experts"
         layers[name] = SimpleNamespace(layer_name=name)
 
 
-def _ranks(config: Any, shards: list[tuple[Place, Shard]]) -> list[Rank]:
+def _ranks(config: Any, shards: list[tuple[Place, Shard]], settings: Config) -> list[Rank]:
     """Return the ranks, without worker and half. Writes their number into `config`."""
     leading, (cache, _) = shards[-1]
     leading_config = build_cache_config(cache)
@@ -194,6 +193,7 @@ def _ranks(config: Any, shards: list[tuple[Place, Shard]]) -> list[Rank]:
     for place, (cache, registry) in shards:
         cache_config = leading_config if cache.names == layers else build_cache_config(cache)
         own = config_of(config, place)
+        _add_experts(own, settings, place)
         if cache.kernel_block_size is not None:
             add_layers(own, cache.names, cache.kernel_block_size)
         ranks.append(Rank(place, cache, registry, own, cache_config))

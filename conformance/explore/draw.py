@@ -295,6 +295,8 @@ def one(
         name = dice.pick(list(ENGINES))
         if dice.one_in(4):
             extra["engines"][name] = {"role": ENGINES[name], "block_size": 2 * block}
+        elif engine == "vllm" and dice.one_in(6):
+            extra |= {"pipeline_parallel": 2, "layers": dice.pick(STAGES)}
         elif dice.one_in(4):
             extra["tensor_parallel"] = 2
             if not drafts and dice.one_in(2):
@@ -402,6 +404,8 @@ def _config(dice: Dice, block: int, drafts: int) -> Data:
 
 FINE_HASHES = "0.32"
 """The first release in which hits may end inside blocks."""
+STAGES = [[0, 1, 2], [0, 9, 10], [0, 2, 10], [1, 4]]
+"""Numbers of the layers with KV of a model that two pipeline stages split, mostly unequally."""
 RETENTION = 32
 """Tokens between the states and windows that are kept: a multiple of all sizes of blocks."""
 
@@ -427,6 +431,10 @@ def _special(dice: Dice, theme: str, engine: str, block: int) -> Data:
     elif theme == "ranks":
         pipeline = engine == "vllm" and dice.one_in(3)
         extra["pipeline_parallel" if pipeline else "tensor_parallel"] = 2
+        if pipeline and dice.one_in(2):
+            extra["layers"] = dice.pick(STAGES)
+            if dice.one_in(3):
+                extra |= {"groups": ["latent"], "tensor_parallel": 2}
     elif theme == "siblings":
         extra["multi"] = list(dice.pick(SIBLINGS))
     elif theme == "odd":

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvconform.compat.vllm_api import ModelRunnerOutput
 from kvconform.refimpl.cache.chunks import open_store
@@ -101,6 +102,51 @@ class UnscaledHits(Plain):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._size = vllm_config.cache_config.block_size
+
+
+class EqualStages(Plain):
+    """Numbers the layers as if every pipeline stage had as many.
+
+    All ranks keep what they store in one place, under that number.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        parallel = vllm_config.parallel_config
+        self._stage = parallel.rank // parallel.tensor_parallel_size
+        self._blocks = self._stores.setdefault(f"all ranks of {self._name}", {})
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        first = self._stage * len(self._layers)
+        self._layers = {
+            str(first + index): layer for index, layer in enumerate(self._layers.values())
+        }
+
+
+class RoomByOwnLayers(Plain):
+    """Divides its room by the bytes of a block in the layers of its own stage (B156).
+
+    The scheduler half counts with those of the first stage. What was stored first goes first.
+    """
+
+    ROOM = 40_960
+    """Bytes, of all blocks of a rank."""
+
+    def _most(self) -> int:
+        """Return how many blocks there is room for."""
+        cache = self._kv_cache_config
+        return self.ROOM // (sum(each.size for each in cache.kv_cache_tensors) // cache.num_blocks)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        for entry in list(self._index)[: -self._most()]:
+            del self._index[entry]
+        return super().build_connector_meta(scheduler_output)
+
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        for entry in list(self._blocks)[: -self._most() * len(self._layers)]:
+            del self._blocks[entry]
 
 
 class TwoSlices(ReferenceConnector):

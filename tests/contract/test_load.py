@@ -564,7 +564,13 @@ RESTARTED = [{"add": {"req": "a", "prompt": 9}}, {"run": {}}]
         ({"tensor_parallel": 1, "pipeline_parallel": 2}, {"tensor_parallel": 2}, ["vllm"], None),
         ({"pipeline_parallel": 2}, {}, ["vllm"], None),
         ({"tensor_parallel": 2}, {"layers": [1, 4]}, ["reference"], None),
-        ({"pipeline_parallel": 2}, {"layers": [1, 4]}, ["vllm"], "need one pipeline stage"),
+        ({"pipeline_parallel": 2}, {"layers": [1, 4]}, ["vllm"], None),
+        (
+            {"pipeline_parallel": 2},
+            {"drafter": True, "spec_tokens": 2},
+            ["vllm"],
+            "needs one pipeline stage",
+        ),
         (
             {"tensor_parallel": 1},
             {"groups": ["latent"], "tensor_parallel": 2, "context_parallel": 2},

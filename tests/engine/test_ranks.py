@@ -19,6 +19,7 @@ from kvconform.config.target import Target
 from kvconform.contract.case import Case
 from kvconform.contract.loader import load_spec
 from kvconform.contract.trace import Trace
+from kvconform.engine.ranks import Place, stage_of
 from kvconform.observe.ledger import RankReports
 from kvconform.run.case import run_and_judge
 from kvconform.run.runner import run_variant
@@ -87,6 +88,23 @@ def test_ranks_split_the_heads_of_every_group(groups: list[str], load: str, tmp_
     assert len(registered) == 2 and all(event["shape"][1] == 1 for event in registered)
     loads = [event for event in report.trace if event["kind"] == "alloc" and event["external"]]
     assert all(len(event["tables"]) == len(groups) for event in loads) and loads
+
+
+@pytest.mark.parametrize(
+    ("numbers", "stages"),
+    [
+        ([0, 1], [[0], [1]]),
+        ([0, 1, 2], [[0, 1], [2]]),
+        ([0, 9, 10], [[0], [9, 10]]),
+        ([1, 4], [[1], [4]]),
+    ],
+)
+def test_a_stage_has_the_layers_that_vllm_gives_it(
+    numbers: list[int], stages: list[list[int]]
+) -> None:
+    for pp, mine in enumerate(stages):
+        place = Place(pp, 0, len(stages), 1)
+        assert [numbers[i] for i in stage_of(place, numbers, numbers[-1] + 1)] == mine
 
 
 def test_a_load_is_over_when_the_last_rank_is_done(tmp_path: Path) -> None:
