@@ -302,7 +302,9 @@ class Reloads:
         self.to_arrive.discard(request.request_id)
         if self._is_of_an_unlike_engine(source, event):
             return
-        if not self._is_promised(source, request):
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return  # vLLM drops its hits, so it is promised nothing
+        if not self._is_promised(source):
             self._repaired(source, request, event)
             return
         promised, found = self._promised(source, request, event)
@@ -321,13 +323,8 @@ class Reloads:
             across=self._is_of_another_engine(source, event),
         )
 
-    def _is_promised(self, source: str, request: Any) -> bool:
-        """Return whether the connector can promise `request` anything of the content of `source`.
-
-        Nothing is promised to a request whose hits vLLM drops (skip_reading_prefix_cache).
-        """
-        if getattr(request, "skip_reading_prefix_cache", False):
-            return False
+    def _is_promised(self, source: str) -> bool:
+        """Return whether the connector can promise anything of the content of `source`."""
         if self._broke(source) or self._may_be_gone(source):
             return False
         if any(self.state.start_alike(name, source) for name in self.state.cleared):

@@ -14,6 +14,7 @@ import pytest
 
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import complete
+from kvconform.contract.case import Case
 from kvconform.contract.loader import load_spec
 from kvconform.errors import UsageError
 from kvconform.kv.provenance import Identity
@@ -407,6 +408,25 @@ def test_who_leaves_short_prompts_out_has_no_large_chunks(tmp_path: Path) -> Non
     profile = learned(MinPrompt, tmp_path, options, store=True, saves="prompt", async_load=False)
     assert profile.sources["chunk_tokens"] == "default"
     assert (profile.caps["best_effort"], profile.sources["best_effort"]) == (True, "inferred")
+
+
+def test_a_request_that_reads_no_cache_is_promised_no_repair(tmp_path: Path) -> None:
+    """Its source computed again what a load had lost, and the connector honours the flag."""
+    case = (
+        load_spec()
+        .cases["lifecycle.fail-asked-again"]
+        .model_dump(by_alias=True, exclude_unset=True)
+    )
+    last = next(step["add"] for step in case["steps"] if step.get("add", {}).get("req") == "c")
+    last["skip_reading_prefix_cache"] = True
+    variant = Case.model_validate({**case, "expect": []}, strict=False).variants(["reference"])[0]
+    target = Target(
+        "kvconform.refimpl.variants.loading:HonoursSkip",
+        {"store": "{tmp}/store"},
+        capabilities={"store": True, "saves": "all"},
+    )
+    report = run_and_judge(variant, target, load_spec(), seed=0, tmp=tmp_path)
+    assert not [row for row in report.rows if row.verdict == "FAIL"]
 
 
 def test_impossible_declarations_are_refused(tmp_path: Path) -> None:
