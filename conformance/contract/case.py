@@ -516,6 +516,8 @@ class Case(Model):
                 "config: with several groups the first must be full, broad or wide, none may be"
                 " latent, and engines must be [vllm]"
             )
+        if len(groups) > 1 and not {"winner", "fetcher"}.isdisjoint(self.config.multi):
+            raise ValueError("config: multi: winner and fetcher know one group only")
         if len(groups) == 1 and groups[0] not in ("full", "latent", "sliding"):
             raise ValueError("config: a single group must be full, latent or sliding")
         if groups == ["sliding"] and self.engines != ["vllm"]:

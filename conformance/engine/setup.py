@@ -76,7 +76,8 @@ def build(
         trace, probe, hashes, config, groups=max(1, len(variant.case.config.groups))
     )
     # MultiConnector relays what its children give; the reports of several ranks are joined.
-    alone = len(ranks.members) == 1 and not variant.case.config.multi
+    siblings = bool(variant.case.config.multi)
+    alone = len(ranks.members) == 1 and not siblings
     relay = Relay(trace, probe) if alone else None
     if connected:
         try:
@@ -101,7 +102,7 @@ def build(
         if inspection is not None:
             _inspect_instance(trace, connector)
         if len(ranks.members) > 1:
-            reports = RankReports(trace, connector, len(ranks.members), count)
+            reports = RankReports(trace, connector, len(ranks.members), count, siblings=siblings)
     observer = Observer(trace, probe, memory, view, private=(str(tmp), run_id(tmp)))
     ledger = Ledger(trace, view, observer, is_async=variant.scheduling == "async")
     executor = Executor(

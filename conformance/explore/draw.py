@@ -437,6 +437,10 @@ def _special(dice: Dice, theme: str, engine: str, block: int) -> Data:
                 extra |= {"groups": ["latent"], "tensor_parallel": 2}
     elif theme == "siblings":
         extra["multi"] = list(dice.pick(SIBLINGS))
+        if dice.one_in(4):
+            extra["tensor_parallel"] = 2
+        elif engine == "vllm" and {"winner", "fetcher"}.isdisjoint(extra["multi"]):
+            extra |= {"groups": ["full", "sliding"], "window": dice.pick([5, 6, 8, 11])}
     elif theme == "odd":
         extra.update(dice.pick(ODD))
     return extra

@@ -30,13 +30,22 @@ class RankReports:
     """Joins the reports of one engine's ranks step by step.
 
     `count`: what the connector's get_finished_count returned; None: one report from each rank.
-    `aggregator`: the engine's own, if it has one already.
+    `aggregator`: the engine's own, if it has one already. `siblings`: whether there are connectors
+    besides, whose holds are not recorded.
     """
 
     def __init__(
-        self, trace: Trace, connector: Any, ranks: int, count: int | None, aggregator: Any = None
+        self,
+        trace: Trace,
+        connector: Any,
+        ranks: int,
+        count: int | None,
+        aggregator: Any = None,
+        *,
+        siblings: bool = False,
     ) -> None:
         self._trace = trace
+        self._holding = ("hold", "req.finished") if siblings else ("hold",)
         self._expected = count or ranks
         self._aggregator = aggregator or KVOutputAggregator.from_connector(connector, ranks)
         # Reports still to come, by direction and request id.
@@ -112,7 +121,7 @@ class RankReports:
             return False
         way, req = key
         return not any(
-            e["kind"] == "hold" and e["req"] == req and e["direction"] == way
+            e["kind"] in self._holding and e["req"] == req and e.get("direction", way) == way
             for e in self._trace.events[since:]
         )
 

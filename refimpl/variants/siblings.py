@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
+from kvconform.compat.vllm_api import SupportsHMA
 from kvconform.kv import device
 from kvconform.refimpl.cache.chunks import open_store
 from kvconform.refimpl.connector import Finish, ReferenceConnector
@@ -26,7 +27,19 @@ from kvconform.refimpl.variants.decoy import Decoy
 from kvconform.refimpl.variants.plain import Plain
 
 
-class Idle(Decoy):
+class _AnyGroups(Decoy, SupportsHMA):
+    """A sibling that touches no KV, so that several KV cache groups are as good as one.
+
+    MultiConnector supports several groups if all of its children do.
+    """
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [block for group in block_ids for block in group])
+
+
+class Idle(_AnyGroups):
     """A sibling that finds nothing and stores nothing."""
 
     kvconform_sibling = True
@@ -71,7 +84,7 @@ class HolderMetadata(KVConnectorMetadata):
     held: list[str] = field(default_factory=list)
 
 
-class Holder(Decoy):
+class Holder(_AnyGroups):
     """Holds the blocks of every finished request for some steps, and then reports them.
 
     The reports must not reach its siblings.
@@ -144,7 +157,7 @@ class Greeting(KVConnectorHandshakeMetadata):
     words: str
 
 
-class Greeter(Decoy):
+class Greeter(_AnyGroups):
     """Has handshake metadata: MultiConnector passes that of the first child on to all children."""
 
     kvconform_sibling = True
