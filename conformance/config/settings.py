@@ -18,7 +18,15 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    NonNegativeInt,
+    ValidationError,
+    field_validator,
+)
 
 from kvconform.adapters import registry as adapters
 from kvconform.config import catalogue as named
@@ -130,7 +138,7 @@ class Settings(BaseModel):
         default=None, description="i/n: only the i-th of n parts of the selected runs"
     )
     profile: str = "core"
-    seed: int = 0
+    seed: NonNegativeInt = 0
     strict: bool = False
     workers: int = Field(default=min(2, os.cpu_count() or 1), ge=1, le=256)
     hook_timeout: float = Field(default=DEFAULT_LIMIT, gt=0, allow_inf_nan=False)
