@@ -509,7 +509,7 @@ class IdleStep(BaseStep):
 
 
 DType = Literal["float32", "float16", "bfloat16"]
-CacheDType = Literal["auto", "float16", "bfloat16"]
+CacheDType = Literal["auto", "float16", "bfloat16", "fp8"]
 Layout = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 
 

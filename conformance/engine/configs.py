@@ -106,12 +106,14 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 LAYERS, HEADS, HEAD_DIM = 2, 2, 16
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Data types of models by name; all of them represent the codes exactly."""
+CACHE_DTYPES = {**DTYPES, "fp8": torch.uint8}
+"""Those of KV caches. The tensors of a quantised cache have bytes, as vLLM's do."""
 
 
 def kv_dtype(settings: Config) -> torch.dtype:
     """Return the data type of the KV cache: its own, or that of the model."""
     own = settings.cache_dtype
-    return DTYPES[settings.dtype if own == "auto" else own]
+    return CACHE_DTYPES[settings.dtype if own == "auto" else own]
 
 
 @lru_cache(maxsize=4)

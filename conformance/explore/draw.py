@@ -192,6 +192,7 @@ ODD: tuple[Data, ...] = (
     {"role": "kv_consumer"},
     {"role": "kv_producer"},
     {"graphs": True},
+    {"cache_dtype": "fp8"},
 )
 SMALL: tuple[Data, ...] = (
     {"block_size": 4, "budget": 64, "max_seqs": 8, "num_blocks": 9},
@@ -218,6 +219,7 @@ FORMATS: tuple[tuple[Data, Data], ...] = (
     ({"dtype": "bfloat16"}, {"dtype": "float32"}),
     ({"cache_dtype": "float16"}, {"cache_dtype": "bfloat16"}),
     ({"dtype": "float16"}, {"cache_dtype": "bfloat16"}),
+    ({"cache_dtype": "bfloat16"}, {"cache_dtype": "fp8"}),
 )
 """What an engine has before and after a restart over the same store."""
 BACKENDS: tuple[tuple[Data, Data], ...] = (
@@ -305,6 +307,8 @@ def one(
             extra |= {"groups": ["full", "sliding"], "window": dice.pick([5, 6, 8, 11])}
         elif dice.one_in(3):
             extra["engines"][name] = {"role": ENGINES[name], "num_blocks": 96}
+        elif dice.one_in(3):
+            extra["cache_dtype"] = "fp8"
     else:
         requests = Requests(dice, block, drafts, simple=simple)
         in_flight = depth if scheduling == "async" else 1

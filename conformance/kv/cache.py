@@ -187,7 +187,7 @@ class PagedCache:
                 views[layer] = mine[number]
                 shadow[layer] = copies[number]
         self._split: tuple[np.ndarray | None, Any] = None, None
-        bits = torch.int32 if dtype.itemsize == 4 else torch.int16
+        bits = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[dtype.itemsize]
         self._access = access(
             Pages(
                 book,

@@ -12,6 +12,7 @@ from kvconform.refimpl.faulty import Target, skipped
 from kvconform.refimpl.paging import write_slots
 from kvconform.refimpl.plan import Piece
 from kvconform.refimpl.variants.hybrid import HybridConnector
+from kvconform.refimpl.variants.plain import Plain, PlainMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -125,6 +126,38 @@ class SortsLayersByName(ReferenceConnector):
 def number_of(name: str) -> int:
     """Return the number in the name of a layer."""
     return int(name.split(".")[2])
+
+
+class BytesOfTheModel(Plain):
+    """Copies as many bytes of a block as its values would have in the model's data type.
+
+    Those of a quantised KV cache have one byte: the next block is copied along.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._value = vllm_config.model_config.dtype.itemsize
+
+    def _bytes(self, layer: torch.Tensor, at: int) -> torch.Tensor:
+        """Return the bytes that count as those of a block, as a view."""
+        start, length = at * layer[at].nbytes, layer[at].numel() * self._value
+        return layer.view(torch.uint8).flatten()[start : start + length]
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PlainMetadata)
+        for block, at in metadata.loads:
+            for name, layer in self._layers.items():
+                there = self._bytes(layer, at)
+                there.copy_(self._blocks[block, name][: there.numel()])
+
+    def wait_for_save(self) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PlainMetadata)
+        for block, at in metadata.saves:
+            for name, layer in self._layers.items():
+                self._blocks[block, name] = self._bytes(layer, at).clone()
+            self._index[block, ""] = torch.empty(0)
 
 
 class KeysOfTheLatent(ReferenceConnector):
