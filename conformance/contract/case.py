@@ -435,6 +435,10 @@ class Case(Model):
             )
         if self.stages > 1 and self.engines != ["vllm"]:
             raise ValueError("pipeline_parallel: engines must be [vllm]")
+        # vLLM gives the first of two stages one layer more if they cannot have as many.
+        split = config.hidden_layers - config.hidden_layers // 2
+        if self.stages > 1 and not numbers[0] < split <= numbers[-1]:
+            raise ValueError("config: layers: each pipeline stage needs one with KV")
         own = [name for each in config.own.values() for name in each]
         plain = config.dtype == "float32" and config.cache_dtype == "auto"
         plain = plain and not {"dtype", "cache_dtype"} & {*own}

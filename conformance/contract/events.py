@@ -347,8 +347,8 @@ _kind(
     "At the end, for a request that was handed parameters: the fate of the KV they refer "
     "to; unlike = the two engines differ in block sizes, ranks or data types; refused = the engine "
     "granted nothing of what the connector had promised; early = released "
-    "before the request was granted a load, or, without one, before it came; gone = early, or "
-    "released before a load that failed was due and late enough for a lease to have ended; "
+    "before the request was granted a load, or, without one, before it came; gone = early, or a "
+    "load failed and the release came before it was due, after a time in which a lease may end; "
     "at_once = early, and sooner than any lease could end: within a few steps, without a consumer "
     "that came.",
 )

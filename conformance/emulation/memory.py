@@ -112,6 +112,8 @@ class Memory:
         self.blocks: dict[int, Block] = {}  # by address of the storage
         # By the address that was registered, which may lie inside a storage.
         self.registered: dict[int, Block] = {}
+        # Addresses [start, end) behind mappings, where nothing is.
+        self.guards: list[tuple[int, int]] = []
         self._starts: list[int] = []
         # Blocks whose leases ended. Weak references append to it at any time.
         self._ended: deque[Block] = deque()
@@ -229,9 +231,8 @@ class Memory:
         """Return the block that holds the bytes [pointer, pointer + nbytes).
 
         For host memory that is not pinned the block is a new one. Raises ValueError for a range
-        that is only partly in a known block, or behind one: in its guard, or behind memory pinned
-        by address, as far as that is long. Raises NotEmulated for any other range: it may be a wild
-        address, or host memory that is not torch's.
+        that is only partly in a known block, or in what is guarded behind one. Raises NotEmulated
+        for any other range: it may be a wild address, or host memory that is not torch's.
         """
         self.collect()
         with self.machine.lock:
@@ -251,9 +252,7 @@ class Memory:
                 ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
         # No other allocation begins immediately after a block.
         ranges += [(block.start, block.end + max(block.guard, 1)) for block in near]
-        # What was pinned by address, such as a mapped file, was not allocated here. Behind it may
-        # be anything, but copies there were more likely meant for it.
-        ranges += [(block.start, block.end + block.nbytes) for block in self.registered.values()]
+        ranges += self.guards
         if any(start < pointer + nbytes and pointer < end for start, end in ranges):
             raise ValueError(
                 f"A copy of {nbytes} bytes at address {pointer:#x}: "

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheTensor
 from kvconform.emulation.context import Emulation
 from kvconform.emulation.note import NotEmulated
 from kvconform.emulation.patch import Patches
+from kvconform.emulation.shared_files import Files, Mappings
 from kvconform.emulation.vllm_platform import EMULATED, platform_is_cuda
 
 # Values of the driver's CUmemcpySrcAccessOrder.
@@ -121,6 +122,7 @@ def _numbers(address: int, count: int) -> list[int]:
     return list((ctypes.c_uint64 * count).from_address(address))
 
 
+REGION = "vllm.v1.kv_offload.cpu.shared_offload_region"
 MODULES = (
     "vllm._custom_ops",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker",
@@ -128,6 +130,7 @@ MODULES = (
     "vllm.utils.platform_utils",
     "vllm.v1.kv_offload.cpu.gpu_worker",
     "vllm.v1.kv_offload.cpu.host_register",
+    REGION,
     "vllm.v1.kv_offload.worker.cpu_gpu",
     "vllm.v1.simple_kv_offload.copy_backend",
     "vllm.v1.simple_kv_offload.cuda_mem_ops",
@@ -165,16 +168,23 @@ def vllm_on_cuda(cuda: Emulation) -> Iterator[None]:
     copies = Copies(cuda)
     with platform_is_cuda(*EMULATED):
         patches = Patches()
+        files = Files()
+        mappings = Mappings(lambda start, end: cuda.memory.guards.append((start, end)))
         try:
             for module in _installed():
                 for name, value in _replacements(module, copies).items():
                     patches.set(module, name, value)
+                if module.__name__ == REGION:
+                    patches.set(module, "os", files)
+                    patches.set(module, "mmap", mappings)
                 worker = getattr(module, "OffloadingConnectorWorker", None)
                 if worker is not None and "block_stride" not in KVCacheTensor.__dataclass_fields__:
                     patches.set(worker, "register_kv_caches", _refuse_offloading)
             yield
         finally:
             patches.restore()
+            files.restore()
+            mappings.restore()
 
 
 def _installed() -> Iterator[Any]:

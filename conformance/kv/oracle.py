@@ -83,13 +83,17 @@ class Grant:
         self.times = np.zeros_like(self.slots)
 
     def _slots_in(self, group: Group, table: list[int]) -> np.ndarray:
-        """Return the slots [end - start] that a layer of a group wants."""
-        found = slots_of(table, self.start, self.end, group.block_size, self.stride)
-        positions = np.arange(self.start, self.end)
-        if group.recurrent:  # only the last state exists
-            found = np.where(positions == self.end - 1, found - found % self.stride, -1)
+        """Return the slots [end - start] that a layer of a group wants on this rank."""
         rank, ranks = self.share
-        found = np.where(positions % ranks == rank, found, -1)
+        positions = np.arange(self.start, self.end)
+        return np.where(positions % ranks == rank, self._all_slots_in(group, table), -1)
+
+    def _all_slots_in(self, group: Group, table: list[int]) -> np.ndarray:
+        """Return the slots [end - start] that a layer of a group wants on all ranks together."""
+        found = slots_of(table, self.start, self.end, group.block_size, self.stride)
+        if group.recurrent:  # only the last state exists
+            positions = np.arange(self.start, self.end)
+            found = np.where(positions == self.end - 1, found - found % self.stride, -1)
         if group.window is not None:  # without those in the null block
             found = np.where(found < self.stride, -1, found)
         return found
@@ -115,8 +119,17 @@ class Grant:
 
     @cached_property
     def blocks(self) -> set[int]:
-        """Block ids that the grant covers, completely or in part."""
-        return {int(slot) // self.stride for slot in np.unique(self.slots) if slot >= 0}
+        """Block ids that the grant covers, completely or in part, on any rank.
+
+        A rank may report a block as failed of which other ranks have the granted tokens: the id is
+        the scheduler's.
+        """
+        found: set[int] = set()
+        for group, table in zip(self.groups, self.tables, strict=True):
+            if group.transfer:
+                slots = self._all_slots_in(group, table)
+                found |= {int(block) for block in np.unique(slots[slots >= 0] // self.stride)}
+        return found
 
     @cached_property
     def kept_back(self) -> set[int]:

@@ -45,7 +45,7 @@ class RankReports:
         siblings: bool = False,
     ) -> None:
         self._trace = trace
-        self._holding = ("hold", "req.finished") if siblings else ("hold",)
+        self._siblings = siblings
         self._expected = count or ranks
         self._aggregator = aggregator or KVOutputAggregator.from_connector(connector, ranks)
         # Reports still to come, by direction and request id.
@@ -120,10 +120,10 @@ class RankReports:
         if since is None:
             return False
         way, req = key
-        return not any(
-            e["kind"] in self._holding and e["req"] == req and e.get("direction", way) == way
-            for e in self._trace.events[since:]
-        )
+        later = [e for e in self._trace.events[since:] if e.get("req") == req]
+        if way == "send" and self._siblings and any(e["kind"] == "req.finished" for e in later):
+            return False  # a sibling may hold its blocks
+        return not any(e["kind"] == "hold" and e["direction"] == way for e in later)
 
 
 _FIELDS = {"send": "finished_sending", "recv": "finished_recving"}

@@ -34,7 +34,7 @@ FINISHED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 SHORTEST_LEASE = 2
 """Steps. No lease is as short: a consumer could hardly come before it ends."""
 COUNTED_LEASE = 4
-"""Steps. What one that counts polls gives a consumer at least, where no time passes."""
+"""Steps. A lease that ends before a load that has begun lasts longer, or until time has passed."""
 FIRST_TOKEN = ("first_tok", "first_token", "first_token_id")
 """Names of the parameter in which connectors pass the producer's first token."""
 

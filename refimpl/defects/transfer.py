@@ -201,6 +201,23 @@ class OneBoard(Peer):
         self._rank = 0
 
 
+class FirstStagesLayers(Peer):
+    """Pulls from the first rank of the producer on all ranks, and pairs layers by their place."""
+
+    def _board(self, engine: str) -> Board | None:
+        return self.boards.get(engine, {}).get(0)
+
+    def _form(self, board: Board) -> tuple[Any, ...]:  # type: ignore[override]
+        return (board.block_size,)
+
+    def _copy(self, pull: Pull, offer: Offer) -> None:
+        board = self.boards[pull.engine][0]
+        source = offer.blocks[pull.first : pull.first + len(pull.blocks)]
+        for pages, theirs in zip(self.board.pages.values(), board.pages.values(), strict=False):
+            for at, other in zip(pull.blocks, source, strict=False):
+                pages[at] = theirs[other]
+
+
 class OwnRoom(Peer):
     """Finds the blocks of the second layer by its own number of blocks, not by the producer's."""
 

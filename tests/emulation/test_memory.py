@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import mmap
+import os
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import torch
 
 from kvconform.emulation.emulate import emulate
 from kvconform.emulation.note import NotEmulated
+from kvconform.emulation.shared_files import Files, Mappings
 
 ADVERSARIES = ("compute", "transfers")
 POISONED = 0xCB
@@ -76,18 +77,40 @@ def test_sources_that_may_be_read_in_any_order_are_read_too_early_or_late():
             assert ("read_early" in kinds(cuda)) == (delay == "compute")
 
 
-def test_a_block_behind_memory_pinned_by_address_is_refused():
-    mapped = mmap.mmap(-1, 4 * mmap.PAGESIZE)
-    with emulate("compute") as cuda:
+def test_a_block_behind_a_mapping_is_refused(tmp_path):
+    file = tmp_path / "region"
+    file.write_bytes(bytes(4 * mmap.PAGESIZE))
+    with emulate("compute") as cuda, open(file, "r+b") as opened:
         kv = device_bytes(cuda, 0)
-        start = ctypes.addressof(ctypes.c_ubyte.from_buffer(mapped))
-        cuda.memory.register(start, mmap.PAGESIZE)
-        cuda.queue_copy(start + mmap.PAGESIZE - 16, kv.data_ptr(), 16)
-        with pytest.raises(ValueError, match="no device, pinned or known host memory"):
-            cuda.queue_copy(start + mmap.PAGESIZE + 16, kv.data_ptr(), 16)
-        with pytest.raises(NotEmulated):  # so far behind that it may be somebody else's
-            cuda.queue_copy(start + 3 * mmap.PAGESIZE, kv.data_ptr(), 16)
+        maps = Mappings(lambda start, end: cuda.memory.guards.append((start, end)))
+        mapped = maps.mmap(opened.fileno(), 4 * mmap.PAGESIZE)
+        [(end, behind)] = cuda.memory.guards
+        assert behind - end == 4 * mmap.PAGESIZE
+        cuda.memory.register(end - 4 * mmap.PAGESIZE, 4 * mmap.PAGESIZE)
+        cuda.queue_copy(end - 16, kv.data_ptr(), 16)
+        for wrong in (end, end + mmap.PAGESIZE, behind - 16):
+            with pytest.raises(ValueError, match="no device, pinned or known host memory"):
+                cuda.queue_copy(wrong, kv.data_ptr(), 16)
         cuda.drain()
+        maps.restore()
+        assert mapped[-16:] == bytes(16)
+
+
+def test_a_shared_file_has_a_name_until_the_last_worker_has_opened_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvconform.emulation.shared_files._workers", lambda: 2)
+    path = str(tmp_path / "region")
+    files = Files()
+    first = files.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    files.unlink(path)
+    with pytest.raises(FileExistsError):
+        files.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    second = files.open(path, os.O_RDWR)
+    assert os.fstat(first).st_ino == os.fstat(second).st_ino
+    assert not os.path.exists(path)
+    files.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    files.unlink(path)
+    files.restore()
+    assert not os.path.exists(path)
 
 
 def test_ranges_that_run_over_the_end_of_their_block_are_refused():

@@ -150,6 +150,13 @@ def test_a_rank_that_holds_every_second_token_has_half_a_block() -> None:
     assert (grant.received(0), grant.received_in_blocks(0)) == (1, 2)
 
 
+def test_a_grant_has_the_blocks_of_all_ranks() -> None:
+    """Of 13 tokens, the last is alone in its block, and on the first of two ranks."""
+    groups = groups_of([], layers=1, block_size=4, heads=2, window=8)
+    ranks = [Grant("t", "a", 0, 0, 13, False, [[1, 2, 3, 4]], groups, (n, 2)) for n in (0, 1)]
+    assert [grant.blocks for grant in ranks] == [{1, 2, 3, 4}] * 2
+
+
 @pytest.mark.parametrize("load", ["sync", "async"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_connector_for_several_groups_fails_nothing(case: str, load: str, tmp_path: Path) -> None:
@@ -234,7 +241,7 @@ def test_a_connector_may_refuse_a_window(tmp_path: Path) -> None:
         {"layout": "BLHNC", "kernel_block_size": 2},
         {"drafter": True},
         {"layers": [2, 0]},
-        {"layers": [0, 2], "pipeline_parallel": 2},
+        {"layers": [5, 9], "pipeline_parallel": 2},
         {"tensor_parallel": 4},
         {"groups": ["latent"], "tensor_parallel": 4, "context_parallel": 3, "block_size": 12},
         {"groups": ["latent"], "tensor_parallel": 3, "context_parallel": 3, "block_size": 8},
