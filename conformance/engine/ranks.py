@@ -279,6 +279,7 @@ class Follower(Worker):
         self.fresh = fresh
         self.rows = leader.rows
         self._nonce = leader._nonce
+        self._copies = leader._copies
         self._corruption = leader._corruption
         self._unsound = set()
         if output.total_num_scheduled_tokens:

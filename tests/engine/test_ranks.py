@@ -90,6 +90,17 @@ def test_ranks_split_the_heads_of_every_group(groups: list[str], load: str, tmp_
     assert all(len(event["tables"]) == len(groups) for event in loads) and loads
 
 
+def test_every_rank_copies_the_block_that_a_hit_ends_in(tmp_path: Path) -> None:
+    case = SPEC.cases["groups.inside-block"]
+    config = case.config.model_copy(update={"tensor_parallel": 2})
+    variant = case.model_copy(update={"config": config, "relations": []}).variants(["vllm"])[0]
+    hybrid = Target("kvconform.refimpl.variants.hybrid:HybridConnector", {"store": "{tmp}/store"})
+    report = run_and_judge(variant, hybrid, SPEC, seed=0, tmp=tmp_path)
+    assert [row for row in report.rows if row.verdict == "FAIL"] == []
+    copies = [e for e in report.trace if e["kind"] == "block" and e["op"] == "copy"]
+    assert len(copies) == 2 * len({(e["step"], e["id"]) for e in copies}) > 0
+
+
 @pytest.mark.parametrize(
     ("numbers", "stages"),
     [
