@@ -392,7 +392,7 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         """Save the layers that no hook has saved, or queue the saves of the step.
 
         Called after all forward passes of the step. `save_kv_layer` is not called without a
-        forward pass, nor for the layers of a drafter.
+        forward pass, nor in one that replays a graph.
         """
         metadata = self._metadata()
         if metadata is not self._saved:

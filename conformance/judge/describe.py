@@ -59,9 +59,13 @@ _SLOTS = {
 
 
 def _layer(e: Event) -> str:
-    """Return the layer of an event, with its group if there are several."""
+    """Return the layer of an event, with its group and its rank if there are several."""
     group = f" of KV cache group {e['group']}" if e.get("group") is not None else ""
-    return f"layer {e['layer']}{group}"
+    return f"layer {e['layer']}{group}{_rank(e)}"
+
+
+def _rank(e: Event) -> str:
+    return f" on rank {e['rank']}" if e.get("rank") is not None else ""
 
 
 _SPELT_OUT = ("other_request", "other_tokens", "other_identity", "other_prefix", "old_position")
@@ -100,7 +104,7 @@ def _due(e: Event) -> str:
             how += f" in {'layer' if len(e['layers']) == 1 else 'layers'} {spans(e['layers'])}"
         return (
             f"of the {many(e['granted'], 'token')} granted to {e['req']}"
-            f" from position {e['local']}, {_positions(e['missing'])} {how}"
+            f" from position {e['local']}, {_positions(e['missing'])} {how}{_rank(e)}"
             " and no failure was reported" + "".join(f"; {lack}" for lack in _lacking(e))
         )
     if e["wrong"] and e.get("early_reads"):

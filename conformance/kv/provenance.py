@@ -461,7 +461,7 @@ def diagnose(
                 wrong_kv.add(kv)
     side = "both" if len(wrong_kv) != 1 else ("k", "v")[wrong_kv.pop()]
     if not np.any(row):
-        return Diagnosis("never_computed", side, "zeros: this slot was never written")
+        return Diagnosis("never_computed", side, "zeros, as in memory that nothing was written to")
     hits = [hit for _, _, hit in decoded]
     if any(hit is None for hit in hits):
         return Diagnosis("unknown", side, "bytes that no engine of this run ever wrote")

@@ -250,8 +250,11 @@ def _tables(e: Event) -> str:
 
 
 def _of(e: Event) -> str:
-    """Return the layer of an event, and its KV cache group if it is known."""
-    return f"layer {e['layer']}" + (f" of group {e['group']}" if e.get("group") is not None else "")
+    """Return the layer of an event, and its KV cache group and its rank if they are known."""
+    group = f" of group {e['group']}" if e.get("group") is not None else ""
+    return f"layer {e['layer']}{group}" + (
+        f" rank {e['rank']}" if e.get("rank") is not None else ""
+    )
 
 
 def _state(e: Event) -> tuple[str, str]:
@@ -275,6 +278,8 @@ def _due(e: Event) -> tuple[str, str]:
         f"group {number} lacks {ranges(positions)}"
         for number, _, positions, _ in e.get("by_group", ())
     ]
+    if e.get("rank") is not None:
+        parts.append(f"rank={e['rank']}")
     return "load due", " ".join(parts) + (" reported as failed" if e["reported_failed"] else "")
 
 

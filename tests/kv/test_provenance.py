@@ -111,7 +111,7 @@ def other_tokens(world: World) -> np.ndarray:
 
 
 CASES: dict[str, tuple[Wrong, tuple[str, ...]]] = {
-    "never_computed": (lambda w: np.zeros((2, 32), dtype=np.float32), ("never written",)),
+    "never_computed": (lambda w: np.zeros((2, 32), dtype=np.float32), ("nothing was written to",)),
     "poison": (lambda w: w.row(w.registry.poison(9, "z")), ("block 9",)),
     "not_yet_loaded": (lambda w: w.row(w.registry.poison(9, "a")), ("block 9",)),
     "other_request": (other_request, ("token 4", "position 3", "request b")),
