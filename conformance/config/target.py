@@ -169,6 +169,7 @@ SIBLINGS = {
     "winner": "Winner",
     "holder": "Holder",
     "fetcher": "Fetcher",
+    "failer": "Failer",
     "greeter": "Greeter",
 }
 """Name in a case -> class in SIBLINGS_IN."""

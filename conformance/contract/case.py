@@ -64,7 +64,9 @@ Engine = Literal["reference", "vllm", "live"]
 Scheduling = Literal["sync", "async"]
 Runner = Literal["v1", "v2"]
 Role = Literal["kv_both", "kv_producer", "kv_consumer"]
-Sibling = Literal["self", "idle", "winner", "holder", "fetcher", "greeter"]
+LOADERS = frozenset({"winner", "fetcher", "failer"})
+"""Siblings that load KV."""
+Sibling = Literal["self", "idle", "winner", "holder", "fetcher", "failer", "greeter"]
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
@@ -520,8 +522,8 @@ class Case(Model):
                 "config: with several groups the first must be full, broad or wide, none may be"
                 " latent, and engines must be [vllm]"
             )
-        if len(groups) > 1 and not {"winner", "fetcher"}.isdisjoint(self.config.multi):
-            raise ValueError("config: multi: winner and fetcher know one group only")
+        if len(groups) > 1 and not LOADERS.isdisjoint(self.config.multi):
+            raise ValueError("config: multi: winner, fetcher and failer know one group only")
         if len(groups) == 1 and groups[0] not in ("full", "latent", "sliding"):
             raise ValueError("config: a single group must be full, latent or sliding")
         if groups == ["sliding"] and self.engines != ["vllm"]:

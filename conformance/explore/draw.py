@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvconform.compat.installed import vllm_version
-from kvconform.contract.case import LARGE
+from kvconform.contract.case import LARGE, LOADERS
 from kvconform.contract.requirement import version_key
 from kvconform.contract.situation import policies as known_policies
 from kvconform.explore.dice import Dice
@@ -180,6 +180,7 @@ SIBLINGS = (
     ["self", "winner"],
     ["fetcher", "self"],
     ["self", "fetcher"],
+    ["failer", "self"],
     ["greeter", "self"],
     ["idle", "self"],
     ["self"],
@@ -443,7 +444,7 @@ def _special(dice: Dice, theme: str, engine: str, block: int) -> Data:
         extra["multi"] = list(dice.pick(SIBLINGS))
         if dice.one_in(4):
             extra["tensor_parallel"] = 2
-        elif engine == "vllm" and {"winner", "fetcher"}.isdisjoint(extra["multi"]):
+        elif engine == "vllm" and LOADERS.isdisjoint(extra["multi"]):
             extra |= {"groups": ["full", "sliding"], "window": dice.pick([5, 6, 8, 11])}
     elif theme == "odd":
         extra.update(dice.pick(ODD))

@@ -15,7 +15,7 @@ from kvconform.adapters import registry as adapters
 from kvconform.compat import vllm_api
 from kvconform.config.target import MultiTarget, Target, inside
 from kvconform.contract.capabilities import complete
-from kvconform.contract.case import Case, Device, Variant
+from kvconform.contract.case import LOADERS, Case, Device, Variant
 from kvconform.contract.events import EVENTS, crash, lifecycle, run_cut_short, run_start
 from kvconform.contract.steps import Otherwise
 from kvconform.contract.trace import PairTrace, Trace
@@ -122,7 +122,7 @@ def run_variant(
     kind: Device = target.device if with_connector else "cpu"
     slow = variant.slow if kind != "cpu" else None
     policies = [*variant.case.policies]
-    if not {"winner", "fetcher"}.isdisjoint(settings.multi):
+    if not LOADERS.isdisjoint(settings.multi):
         policies.append("sibling-loads")
     trace = PairTrace() if settings.engines else Trace()
     start = run_start(

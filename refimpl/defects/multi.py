@@ -52,6 +52,25 @@ class KnowsAllReports(ReferenceConnector):
         super().update_connector_output(connector_output)
 
 
+class KnowsAllFailures(ReferenceConnector):
+    """Looks each block that failed to load up among those that it loads itself."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._owners: dict[int, str] = {}
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            for block in blocks.get_block_ids()[0]:
+                self._owners[block] = request.request_id
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        for block in connector_output.invalid_block_ids:
+            del self._owners[block]
+
+
 class SavesRejected(ReferenceConnector):
     """Keeps the load that its lookup found when it is not chosen, and saves it instead (B142).
 

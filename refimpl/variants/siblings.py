@@ -150,6 +150,19 @@ class Fetcher(Waits, ReferenceConnector):
         return None
 
 
+class Failer(Fetcher):
+    """Loads asynchronously, and each load fails: the engine computes what it was to bring.
+
+    MultiConnector tells the scheduler halves of all children which blocks did not arrive.
+    """
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        for piece in load.pieces:
+            self._bad |= piece.blocks(self._block_size)
+            self._store.drop(piece.key)
+        self._invalid |= self._bad
+
+
 @dataclass
 class Greeting(KVConnectorHandshakeMetadata):
     """Handshake metadata that no other connector can use."""
