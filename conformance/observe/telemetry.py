@@ -255,7 +255,7 @@ class Telemetry:
         _engines[trace] = _engines.get(trace, 0) + 1
         probe.on("take_events", after=self._events)
         probe.on("get_num_new_matched_tokens", after=self._lookup)
-        probe.on("reset_cache", after=lambda call: self._clear())
+        probe.on("reset_cache", after=self._reset)
         probe.on("get_kv_connector_stats", after=self._stats)
         probe.on("shutdown", before=self._total)
         probe.on("get_handshake_metadata", after=self._handshake)
@@ -294,6 +294,10 @@ class Telemetry:
             elif op == "cleared":
                 self._clear()
         self.taken = events
+
+    def _reset(self, call: Call) -> None:
+        if call.result is not False:  # a refused reset leaves everything where it was announced
+            self._clear()
 
     def _clear(self) -> None:
         for announced in self.withdrawn_from:

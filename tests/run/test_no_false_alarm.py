@@ -134,6 +134,20 @@ def test_a_connector_for_one_stage_is_not_run_with_two(tmp_path: Path) -> None:
     }
 
 
+class RefusesResets(ReferenceConnector):
+    """Refuses to empty its store, whose blocks stay announced."""
+
+    def reset_cache(self) -> bool | None:
+        return False
+
+
+def test_what_a_refused_reset_leaves_is_announced_still(tmp_path: Path) -> None:
+    reset = {"reset": {"running": False, "connector": True}}
+    report = judged(RefusesResets, make_case([*STORED, reset, {"add": ASK}, RUN]), tmp_path)
+    assert failed(report) == []
+    assert any(e["tokens"] for e in select(report.trace, "lookup", req=ASK["req"]))
+
+
 class CommitsLate(ReferenceConnector):
     """Lets others find a chunk some time after it was saved, by a thread."""
 
