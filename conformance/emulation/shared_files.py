@@ -9,6 +9,7 @@ be neighbours here, so that a copy behind one would be a copy into the other.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections import Counter
@@ -97,9 +98,9 @@ class Mappings:
 
 
 def _workers() -> int:
-    """Return how many workers the engine has whose worker is driven now."""
+    """Return how many workers the engine has that is driven now."""
     state: Any = parallel_state
-    return int(state._TP.world_size * state._PP.world_size)
+    return math.prod(getattr(group, "world_size", 1) for group in (state._TP, state._PP))
 
 
 def _address(mapped: mmap.mmap) -> int:

@@ -299,7 +299,7 @@ def one(
         if dice.one_in(4):
             extra["engines"][name] = {"role": ENGINES[name], "block_size": 2 * block}
         elif engine == "vllm" and dice.one_in(6):
-            extra |= {"pipeline_parallel": 2, "layers": dice.pick(STAGES)}
+            extra |= {"pipeline_parallel": 2, "layers": list(dice.pick(STAGES))}
         elif dice.one_in(4):
             extra["tensor_parallel"] = 2
             if not drafts and dice.one_in(2):
@@ -437,7 +437,7 @@ def _special(dice: Dice, theme: str, engine: str, block: int) -> Data:
         pipeline = engine == "vllm" and dice.one_in(3)
         extra["pipeline_parallel" if pipeline else "tensor_parallel"] = 2
         if pipeline and dice.one_in(2):
-            extra["layers"] = dice.pick(STAGES)
+            extra["layers"] = list(dice.pick(STAGES))
             if dice.one_in(3):
                 extra |= {"groups": ["latent"], "tensor_parallel": 2}
     elif theme == "siblings":
