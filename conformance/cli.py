@@ -163,7 +163,12 @@ def run(
         int | None, option("--seed", metavar="N", help="seed of prompts and tokens [0]")
     ] = None,
     trace: Annotated[
-        Text, option("--trace", metavar="CASE", help="run only this case, and print its timeline")
+        Text,
+        option(
+            "--trace",
+            metavar="CASE",
+            help="run only this case (or those that match), and print the timeline",
+        ),
     ] = None,
     role: Annotated[
         Text, option("--role", metavar=ROLES, help="kv_role, instead of the cases' own")
