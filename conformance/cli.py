@@ -167,7 +167,7 @@ def run(
         option(
             "--trace",
             metavar="CASE",
-            help="run only this case (or those that match), and print the timeline",
+            help="run only these cases, and print the timelines",
         ),
     ] = None,
     role: Annotated[
