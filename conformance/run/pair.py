@@ -34,7 +34,7 @@ FINISHED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 SHORTEST_LEASE = 2
 """Steps. No lease is as short: a consumer could hardly come before it ends."""
 COUNTED_LEASE = 4
-"""Steps. A lease that ends before a load that has begun lasts longer, or until time has passed."""
+"""Steps. No lease ends as early under a load that has begun; a consumer's note may."""
 FIRST_TOKEN = ("first_tok", "first_token", "first_token_id")
 """Names of the parameter in which connectors pass the producer's first token."""
 
@@ -267,13 +267,11 @@ class Handovers:
         release up to then says nothing, except where it may have been a lease that ended.
         """
         lost = next((e["seq"] for e in dues if e["transfer"] in failed), -1)
-        hold = next((e for e in sends if e["kind"] == "hold"), None)
         report = next((e for e in sends if e["kind"] == "transfer.reported"), None)
-        if hold is None or report is None or report["seq"] > lost:
+        if report is None or report["seq"] > lost:
             return False
-        return report["step"] - hold["step"] > COUNTED_LEASE or any(
-            e["kind"] == "clock.advanced" and e["seq"] < report["seq"] for e in self.trace.events
-        )
+        steps = self._held_for(sends, report)
+        return steps is not None and steps > COUNTED_LEASE
 
     def _at_once(self, of: str, sends: list[Event]) -> bool:
         """Return whether a producer released a request too soon for any lease to have ended.
@@ -282,14 +280,24 @@ class Handovers:
         release that as soon as one consumer has what it wants, or when time passes.
         """
         report = next(e for e in sends if e["kind"] == "transfer.reported")
-        hold = next((e for e in sends if e["kind"] == "hold"), None)
-        if hold is None or report["step"] - hold["step"] > SHORTEST_LEASE:
+        steps = self._held_for(sends, report)
+        if steps is None or steps > SHORTEST_LEASE:
             return False
         before = (e for e in self.trace.events if e["seq"] < report["seq"])
-        return not any(
-            (e["kind"] == "pair.lookup" and e["of"] == of) or e["kind"] == "clock.advanced"
-            for e in before
-        )
+        return not any(e["kind"] == "pair.lookup" and e["of"] == of for e in before)
+
+    def _held_for(self, sends: list[Event], report: Event) -> float | None:
+        """Return for how many steps a producer held what it released by `report`.
+
+        Without end if the clock had been set forward by then; None if it held nothing.
+        """
+        hold = next((e for e in sends if e["kind"] == "hold"), None)
+        if hold is None:
+            return None
+        before = (e for e in self.trace.events if e["seq"] < report["seq"])
+        if any(e["kind"] == "clock.advanced" for e in before):
+            return math.inf
+        return float(report["step"] - hold["step"])
 
 
 def _through_json(params: Params) -> tuple[Params, str | None]:
