@@ -134,14 +134,21 @@ class RankRegistry:
         return content, layer - self.book.layer, kv, head - self.book.head
 
 
+def layers_of(place: Place, hidden: int) -> range:
+    """Return the numbers of the layers of a stage, in a model of `hidden` layers."""
+    if place.stages == 1:
+        return range(hidden)
+    return range(*get_pp_indices(hidden, place.pp, place.stages))
+
+
 def stage_of(place: Place, numbers: Sequence[int], hidden: int) -> range:
     """Return the indices of the layers with KV that the stage of `place` has.
 
     `numbers` are those of all layers with KV, in a model of `hidden` layers. vLLM gives the stages
     unlike numbers of layers if they cannot be equal.
     """
-    first, end = get_pp_indices(hidden, place.pp, place.stages)
-    return range(bisect_left(numbers, first), bisect_left(numbers, end))
+    own = layers_of(place, hidden)
+    return range(bisect_left(numbers, own.start), bisect_left(numbers, own.stop))
 
 
 def shard(

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.config import set_current_vllm_config
-from vllm.distributed.utils import get_pp_indices
 
 from kvconform.compat.groups import registered, resolve_hits, resolve_layout
 from kvconform.compat.kernel_blocks import add_layers
@@ -23,7 +22,17 @@ from kvconform.engine.engine import Engine, EngineParts
 from kvconform.engine.executor import Executor
 from kvconform.engine.halves import introduce, note_engine_ids, noted, refused, start_worker_half
 from kvconform.engine.lifecycle import make_lifecycle
-from kvconform.engine.ranks import Follower, Place, Rank, Ranks, config_of, places, shard, widen
+from kvconform.engine.ranks import (
+    Follower,
+    Place,
+    Rank,
+    Ranks,
+    config_of,
+    layers_of,
+    places,
+    shard,
+    widen,
+)
 from kvconform.engine.schedulers import build_scheduler
 from kvconform.engine.view import EngineView
 from kvconform.engine.worker import Worker
@@ -178,8 +187,7 @@ def _add_experts(config: Any, settings: Config, place: Place) -> None:
     Mixtures of experts are such layers. vLLM registers them with those that have KV.
     """
     layers = config.compilation_config.static_forward_context
-    numbers = range(*get_pp_indices(settings.hidden_layers, place.pp, place.stages))
-    for number in set(numbers) - set(settings.layer_numbers):
+    for number in {*layers_of(place, settings.hidden_layers)} - {*settings.layer_numbers}:
         name = f"model.layers.{number}.mlp.experts"
         layers[name] = SimpleNamespace(layer_name=name)
 
