@@ -158,9 +158,8 @@ class Failer(Fetcher):
 
     def _load(self, load: Load, layers: Iterable[str]) -> None:
         for piece in load.pieces:
-            self._bad |= piece.blocks(self._block_size)
             self._store.drop(piece.key)
-        self._invalid |= self._bad
+        super()._load(load, layers)
 
 
 @dataclass
