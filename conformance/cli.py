@@ -164,11 +164,7 @@ def run(
     ] = None,
     trace: Annotated[
         Text,
-        option(
-            "--trace",
-            metavar="CASE",
-            help="run only these cases, and print the timelines",
-        ),
+        option("--trace", metavar="CASE", help="run only these cases, and print timelines"),
     ] = None,
     role: Annotated[
         Text, option("--role", metavar=ROLES, help="kv_role, instead of the cases' own")

@@ -29,7 +29,7 @@ from kvconform.emulation.note import NotEmulated, caller
 
 POISON = 0xCB  # content of freed and uninitialised bytes
 FILLED = 1 << 24  # bytes; larger allocations are not poisoned, which would cost time and memory
-GUARDED = 1 << 20  # bytes after an allocation that nothing else gets; at most its own size
+GUARDED = 1 << 20  # bytes that are kept free behind an allocation, at most its own size
 
 
 class Kind(StrEnum):
@@ -47,7 +47,7 @@ class Block:
     - `home`: the queue on which it was allocated.
     - `recorded`: the queues that record_stream() named.
     - `leased`: the end of the user's last reference is noticed through `lease`.
-    - `guard`: bytes after the block that belong to nobody, so that an address there is wrong.
+    - `guard`: bytes behind the block that are kept free, so that a copy there is a mistake.
     - `watched`: a torch storage lies under it, so `Memory.registration_freed` can query its end.
     - `made`: where it was allocated.
     - `pending`, `raw`: counts of queued work, see machine.Used.
@@ -112,7 +112,7 @@ class Memory:
         self.blocks: dict[int, Block] = {}  # by address of the storage
         # By the address that was registered, which may lie inside a storage.
         self.registered: dict[int, Block] = {}
-        # Addresses [start, end) behind mappings, where nothing is.
+        # Addresses [start, end) behind mappings, which are kept free.
         self.guards: list[tuple[int, int]] = []
         self._starts: list[int] = []
         # Blocks whose leases ended. Weak references append to it at any time.

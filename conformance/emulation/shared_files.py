@@ -3,8 +3,10 @@
 
 vLLM's SharedOffloadRegion maps one file in every worker. The worker that made it waits at a barrier
 until the others have mapped it, and then removes its name. Here the workers start one after the
-other and nobody waits. And the mappings of two workers, which are in different processes there, may
-be neighbours here, so that a copy behind one would be a copy into the other.
+other, and none of them waits.
+
+In vLLM, each worker's mapping is in a process of its own. Here the mapping of one worker may follow
+that of another in memory, and a copy behind the first would change the second.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import numpy as np
 from vllm.distributed import parallel_state
 
 ATTEMPTS = 8
-"""How often a mapping is made until memory that belongs to nobody follows it."""
+"""How many times a file is mapped, at most, until free memory follows the mapping."""
 
 
 class Files:
@@ -60,9 +62,9 @@ class Files:
 
 
 class Mappings:
-    """Stands for the module `mmap`: behind a mapping is as much memory that belongs to nobody.
+    """Stands for the module `mmap`: behind each mapping, as much memory as it has is kept free.
 
-    `guard(start, end)` is told where that is.
+    `guard(start, end)` is called with the addresses of that memory.
     """
 
     def __init__(self, guard: Callable[[int, int], None]) -> None:

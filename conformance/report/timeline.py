@@ -252,9 +252,8 @@ def _tables(e: Event) -> str:
 def _of(e: Event) -> str:
     """Return the layer of an event, and its KV cache group and its rank if they are known."""
     group = f" of group {e['group']}" if e.get("group") is not None else ""
-    return f"layer {e['layer']}{group}" + (
-        f" rank {e['rank']}" if e.get("rank") is not None else ""
-    )
+    rank = f" rank {e['rank']}" if e.get("rank") is not None else ""
+    return f"layer {e['layer']}{group}{rank}"
 
 
 def _state(e: Event) -> tuple[str, str]:
