@@ -354,6 +354,16 @@ class PagedCache:
         """
         return self._access.rows(layer, *self.split(slots), self.tolerance).cpu()
 
+    def restore(self, layer: int, slots: np.ndarray) -> None:
+        """Write into slots [n] what their content stands for, if a connector may be lossy.
+
+        They must be right within the tolerance, which is that of one pass through the connector:
+        the next pass, from here, may lose as much again. The codes could not be told from each
+        other after two.
+        """
+        if self.tolerance and len(slots):
+            self.write_rows(layer, slots, self.read(layer, slots).numpy())
+
     def mismatches(
         self, layer: int, slots: np.ndarray, content: Content, which: Index = ALL
     ) -> np.ndarray:

@@ -300,3 +300,33 @@ def test_local_hits_after_a_reset_are_not_promised_where_last_tokens_are_left_ou
     target = replace(target, capabilities={**target.capabilities, "store": True, "saves": "all"})
     found = outcome(mended(steps), target, SPEC, tmp_path / "run", strict=True)
     assert found.error is None and found.failures == []
+
+
+def test_what_was_loaded_with_a_loss_may_be_stored_and_loaded_again(tmp_path: Path) -> None:
+    """`load.content` was wrongly reported.
+
+    The tolerance is that of one pass. A request behind a local hit on loaded blocks saves them in a
+    chunk of its own, and loads them back after a second pass.
+    """
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 17, "max_tokens": 2}},
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "b", "prompt": {"of": "a", "tokens": 5}, "max_tokens": 7, "reloads": "a"}},
+        {"run": {}},
+        {"add": {"req": "c", "prompt": {"same": "a"}, "max_tokens": 4, "reloads": "a"}},
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "d", "prompt": {"of": "c", "outputs": True, "then": 1}, "max_tokens": 2}},
+        {"add": {"req": "e", "prompt": {"of": "b", "then": 2}, "max_tokens": 4, "reloads": "b"}},
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "f", "prompt": {"same": "e"}, "max_tokens": 2, "reloads": "e"}},
+        {"run": {}},
+    ]
+    config = {"budget": 5, "max_seqs": 2, "num_blocks": 9}
+    found = outcome(
+        mended(steps, config=config), target_of("int4"), SPEC, tmp_path / "run", strict=True
+    )
+    assert found.error is None and found.failures == []
+    assert "load" in found.reached
