@@ -91,8 +91,12 @@ class Cache:
 
     @classmethod
     def of(cls, options: TierOptions, world: int, tiers: type[Tiers], holds: type[Holds]) -> Cache:
-        """Return the cache with these options, opening it the first time."""
-        key = f"{tiers.__name__} {holds.__name__} {world} {options}"
+        """Return the cache with these options, opening it the first time.
+
+        Engines whose chunks differ share it: each would keep the bound of its own chunks only.
+        """
+        levels = options.tiers, options.store, options.store_chunks, options.evict, options.patience
+        key = f"{tiers.__name__} {holds.__name__} {world} {levels}"
         if key not in cls.opened:
             cls.opened[key] = cls(options, world, tiers, holds)
         return cls.opened[key]
