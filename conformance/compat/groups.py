@@ -95,8 +95,8 @@ def make_mtp(config: Any) -> None:
     config.speculative_config.draft_model_config = draft
 
 
-def _spec(group: Group, head_dim: int, heads: int, dtype: torch.dtype) -> Any:
-    """Return the KVCacheSpec of a group; `heads`: of the model."""
+def _spec(group: Group, head_dim: int, heads: int, dtype: torch.dtype, drafts: int) -> Any:
+    """Return the KVCacheSpec of a group; `heads`: of the model, `drafts`: of a step."""
     shape: dict[str, Any] = dict(
         block_size=group.block_size,
         num_kv_heads=group.heads,
@@ -110,6 +110,7 @@ def _spec(group: Group, head_dim: int, heads: int, dtype: torch.dtype) -> Any:
             dtypes=(torch.float32,) * 2,
             mamba_cache_mode="align",
             page_size_padded=page,
+            num_speculative_blocks=drafts,
         )
         return MambaSpec(block_size=group.block_size, mamba_type=MAMBA1, **state)
     if group.kind == "latent":
@@ -133,7 +134,8 @@ def build_cache_config(cache: PagedCache) -> KVCacheConfig:
     """Return the KVCacheConfig of a cache; layers of different groups share the same bytes."""
     names = [[cache.names[layer] for layer in group.layers] for group in cache.groups]
     book, dtype = cache.book, cache.dtype
-    specs = [_spec(group, book.head_dim, book.heads, dtype) for group in cache.registered]
+    shape = book.head_dim, book.heads, dtype, cache.drafts
+    specs = [_spec(group, *shape) for group in cache.registered]
     page, depth = specs[0].page_size_bytes, max(map(len, names))
     if "layers" in KVCacheTensor.__dataclass_fields__:  # since 0.31
         tensors = [_placed(cache, group, page * cache.num_blocks) for group in cache.groups]

@@ -446,6 +446,8 @@ class Case(Model):
         plain = plain and not {"dtype", "cache_dtype"} & {*own}
         if "state" in config.groups and not plain:
             raise ValueError("config: dtype and cache_dtype need groups without states")
+        if "state" in config.groups and not config.prefix_caching:
+            raise ValueError("config: groups with states need prefix_caching")
         if "tensor_parallel" in own and (config.groups or config.context_parallel > 1):
             raise ValueError("config: engines: tensor_parallel needs a model without groups")
         if config.drafter and self.stages > 1:

@@ -264,9 +264,10 @@ _kind(
 _kind(
     "soak.served",
     "harness",
-    "rounds:int first:int last:int",
+    "rounds:int first:int last:int emptied:bool",
     "Rounds with prompts of their own have ended; first, last = tokens of a new prompt that could "
-    "be loaded when it was repeated, before and after the rounds.",
+    "be loaded when it was repeated, before and after the rounds; emptied = the rounds reset the "
+    "cache of the connector, and it was reset once more before the last prompt.",
 )
 _kind(
     "soak.ended",
@@ -527,9 +528,9 @@ _kind(
     "req:str generation:int transfer:str? local:int claimed:int? external:int is_async:bool "
     "blocks:list shared_blocks:list second_call:bool computed:int tables:list unfilled:list?",
     "update_state_after_alloc was called: the grant. tables = per KV cache group: tokens per "
-    "block, window of the next token (0: none), block ids. unfilled = shared blocks whose load "
-    "had failed, as the engine knew, or that were computed upon one that had, and that have not "
-    "been computed since.",
+    "block, window of the next token (0: none), block ids, how many of them at the end are for "
+    "states after drafts. unfilled = shared blocks whose load had failed, as the engine knew, or "
+    "that were computed upon one that had, and that have not been computed since.",
 )
 _kind(
     "step.scheduled",
@@ -577,7 +578,8 @@ _kind(
     "sched",
     "req:str generation:int status:str computed:int placeholders:int known:int in_flight:int "
     "blocks:list delayed:bool final:int tables:list hook:str",
-    "A request finished; delayed = its blocks stay allocated until finished_sending.",
+    "A request finished; delayed = its blocks stay allocated until finished_sending; tables: see "
+    "alloc.",
 )
 _kind(
     "block",

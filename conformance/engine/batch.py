@@ -68,7 +68,8 @@ class WorkerRequest:
 
     `chain` has the contents of all known tokens, sampled ones included. `tables` are the block
     tables, one per group. Blocks that have left a window stay in them and are never read, as in
-    vLLM's worker. `valid_end` is the end of the final KV.
+    vLLM's worker. `valid_end` is the end of the final KV. `newest` is the column of the block table
+    with the recurrent state behind it; None: that of the block which ends there or later.
     """
 
     chain: Chain
@@ -76,6 +77,7 @@ class WorkerRequest:
     script: Script
     tables: list[list[int]] = field(default_factory=list)
     valid_end: int = 0
+    newest: int | None = None
     in_batch: bool = False
     _encoded: np.ndarray | None = None
     _encoded_ids: list[int] = field(default_factory=list)
@@ -110,8 +112,13 @@ class Row:
     """One request in one step, which computes its positions [start, start + count).
 
     The last `drafts` of these are drafts, of which `accepted` hold. `by_group`: their slots [count]
-    in each group's blocks. `samples`: whether the row reaches the end of the known tokens.
-    `before`: the end of the final KV before the step.
+    in each group's blocks; of recurrent layers, the slots [1 + drafts] of the states behind the
+    last tokens. `samples`: whether the row reaches the end of the known tokens. `before`: the end
+    of the final KV before the step. `newest`: see WorkerRequest.
+
+    The states are where vLLM has them (v1/worker/mamba_utils.py): behind the first of those tokens
+    in the column of the step's last token, and behind each draft in the next column. When the
+    drafts are verified, the one at the end of a full block is copied to that block.
     """
 
     state: WorkerRequest
@@ -123,6 +130,7 @@ class Row:
     by_group: list[np.ndarray]
     samples: bool
     before: int
+    newest: int | None = None
 
     @property
     def slots(self) -> np.ndarray:
@@ -133,6 +141,28 @@ class Row:
     def known(self) -> int:
         """End of the positions that hold accepted tokens after this step."""
         return self.start + self.count - (self.drafts - self.accepted)
+
+    def state_before(self, size: int) -> int:
+        """Return the column of the state before `start`, which is not 0; `size`: of a block."""
+        return (self.start - 1) // size if self.newest is None else self.newest
+
+    def first_state(self, size: int) -> int:
+        """Return the column of the first state that the step writes."""
+        return _last_column(self.start + self.count, size)
+
+    def copied_state(self, size: int) -> tuple[int, int] | None:
+        """Return the columns from and to which a state is copied after the verification, if any."""
+        first, known = self.start + self.count - self.drafts, self.known
+        end = known - known % size
+        source, target = self.first_state(size) + end - first, end // size - 1
+        return (source, target) if end >= first and source != target else None
+
+    def last_state(self, size: int) -> int:
+        """Return the column of the state behind the last known token, after `copied_state`."""
+        copied = self.copied_state(size)
+        column = self.first_state(size)
+        in_place = copied is not None and copied[1] == column
+        return column if in_place else column + self.accepted
 
     def content(self) -> np.ndarray:
         """Return the content ids [count] that this step writes."""
@@ -171,6 +201,7 @@ class Batch:
             if req in resumed:
                 state.tables = _copied(blocks)
                 state.valid_end = cached.num_computed_tokens[index]
+                state.newest = None
                 tokens = cached.all_token_ids.get(req)
                 if tokens is not None:
                     self._align(state, list(tokens))
@@ -195,6 +226,7 @@ class Batch:
             known.prompt_len = len(prompt)  # a session's output becomes a part of its prompt
             known.tables = _copied(new.block_ids)
             known.valid_end = new.num_computed_tokens
+            known.newest = None
             return
         state = WorkerRequest(Chain(new.req_id, generation, identity), len(prompt), script)
         for token in tokens:
@@ -260,11 +292,28 @@ class Batch:
         stride = max(self.sizes)
         slots = []
         for size, table, recurrent in zip(self.sizes, state.tables, self.recurrent, strict=True):
-            found = slots_of(table, end - 1 if recurrent else start, end, size, stride)
-            slots.append(found - found % stride if recurrent else found)
+            if recurrent:
+                column = _last_column(end, size)
+                slots.append(np.array(table[column : column + 1 + drafts], dtype=np.int64) * stride)
+            else:
+                slots.append(slots_of(table, start, end, size, stride))
         return Row(
-            state, start, count, drafts, accepted, draft_ids, slots, samples, before=state.valid_end
+            state,
+            start,
+            count,
+            drafts,
+            accepted,
+            draft_ids,
+            slots,
+            samples,
+            before=state.valid_end,
+            newest=state.newest,
         )
+
+
+def _last_column(end: int, size: int) -> int:
+    """Return the column of a block table with the last of `end` tokens; `size`: of a block."""
+    return -(-end // size) - 1
 
 
 def _copied(blocks: Sequence[Sequence[int]]) -> list[list[int]]:

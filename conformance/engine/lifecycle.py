@@ -128,6 +128,7 @@ class Plain:
         if not output.total_num_scheduled_tokens:
             return runner_output()
         worker.forward(worker.attend)
+        worker.copy_states()
         worker.draft(worker.attend)
         return worker.sample()
 
@@ -225,6 +226,7 @@ class Own(_WithConnector):
                     connector.finish_forward()
                 if not has_sync_loads(output):
                     self._load(arguments)
+                worker.copy_states()
                 defer = self.speculative and self.runner == "v1"
                 collected = self._collect(output, defer=defer)
                 result = worker.sample()
@@ -298,6 +300,7 @@ class VllmV1(_WithConnector):
                 collecting(output, defer=self.speculative) as collected,
             ):
                 self._forward(attention)
+            worker.copy_states()
             with self._context(output):
                 worker.draft(attention)
             result = worker.sample()
@@ -347,6 +350,7 @@ class VllmV2(_WithConnector):
                 )
                 self._forward(attention)
                 finish_forward(self.active)
+                worker.copy_states()
                 worker.draft(attention)
                 collected = post_forward(self.active, output, defer=self.speculative)
             result = worker.sample()

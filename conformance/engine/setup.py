@@ -178,6 +178,7 @@ def _configure(
         cache.hash_size = variant.hash_size
         cache.retention_interval = settings.retention_interval
         cache.drafter = len(cache.names) - 1 if settings.drafter else None
+        cache.drafts = settings.spec_tokens
     return config, found
 
 

@@ -209,7 +209,10 @@ class Worker:
     def _copy_blocks(self) -> None:
         """Copy the blocks that a prefix-cache hit ends in: their requests write to the copies."""
         for source, target in self._copies:
-            self.oracle.copied(*self.cache.copy_block(source, target))
+            self._copy_block(source, target)
+
+    def _copy_block(self, source: int, target: int) -> None:
+        self.oracle.copied(*self.cache.copy_block(source, target))
 
     # -- one step
     def begin(self, output: Any, fresh: list[HandedOut]) -> None:
@@ -251,16 +254,32 @@ class Worker:
             (row, group.first_read(row.start), row.start if recurrent else row.known)
             for row in self.rows
         ]
-        slots = np.concatenate(
-            [
-                slots_of(row.state.tables[number], lo, hi, group.block_size, stride)
+        source: np.ndarray | slice = slice(None)
+        if recurrent:
+            columns = [
+                row.state.tables[number][row.state_before(group.block_size)] if hi > lo else None
                 for row, lo, hi in spans
             ]
-        )
+            slots = np.array([each for each in columns if each is not None], dtype=np.int64)
+            slots *= stride
+            tops = np.cumsum([row.count for row in self.rows])
+            source = np.concatenate(
+                [
+                    np.arange(top - 1 - row.drafts, top)
+                    for row, top in zip(self.rows, tops, strict=True)
+                ]
+            )
+        else:
+            slots = np.concatenate(
+                [
+                    slots_of(row.state.tables[number], lo, hi, group.block_size, stride)
+                    for row, lo, hi in spans
+                ]
+            )
         return Reads(
             written=np.concatenate([row.by_group[number] for row in self.rows]),
-            source=np.cumsum([row.count for row in self.rows]) - 1 if recurrent else slice(None),
-            slots=slots - slots % stride if recurrent else slots,
+            source=source,
+            slots=slots,
             expected=Content(
                 lambda: np.concatenate([row.state.chain.array(lo, hi) for row, lo, hi in spans]),
                 lambda: np.concatenate(
@@ -427,6 +446,18 @@ class Worker:
             self.device.launch(lambda: None, lambda _: self.oracle.reached(layer))
         self.read_layer(layer)
 
+    def copy_states(self) -> None:
+        """Copy the states at the ends of blocks that accepted drafts have filled to these blocks.
+
+        To be called when the drafts are verified. Changes the cache.
+        """
+        for number, group in enumerate(self.cache.groups):
+            for row in self.rows if group.recurrent else ():
+                columns = row.copied_state(group.block_size)
+                if columns is not None:
+                    blocks = [row.state.tables[number][each] for each in columns]
+                    self.device.launch(partial(self._copy_block, *blocks))
+
     def sample(self) -> ModelRunnerOutput:
         """Sample, advance the batch, and return the output of a step with a forward pass."""
         self.device.finish()
@@ -438,6 +469,9 @@ class Worker:
             corrupt = self._corruption.get(chain.req, 0)
             ids.append(chain.req)
             state.valid_end = row.known
+            for group in self.cache.groups:
+                if group.recurrent:
+                    state.newest = row.last_state(group.block_size)
             end = len(chain.ids)
             self.trace.emit(
                 "kv.computed",

@@ -279,10 +279,6 @@ def one(
         config = _config(dice, block, drafts)
         relations = list(dice.pick(RELATIONS))
     extra = _special(dice, theme, engine, block)
-    if drafts and "state" in extra.get("groups", ()):
-        # The tiny model keeps no states of drafts that may be rejected (num_speculative_blocks).
-        extra["groups"] = ["full", "sliding"]
-        extra.setdefault("window", 8)
     needs = None
     scene: Scene | None = None
     if theme == "scene":
@@ -326,6 +322,11 @@ def one(
             _prioritise(dice, steps)
         if theme == "siblings" or extra.get("role") or extra.get("groups"):
             _promise_nothing(steps)
+    if "state" in extra.get("groups", ()):
+        config.pop("prefix_caching", None)
+        if drafts and config["budget"] == block:
+            # vLLM takes the slot of a draft off the budget, then waits for a whole block for ever.
+            config["budget"] += 1
     if not simple:
         # One request alone must fit, with the drafts that steps in flight may compute beyond its
         # end. vLLM stops at max_model_len, for which there is always room. A mutation may set

@@ -273,7 +273,8 @@ def resets_overtake(dice: Dice, block: int) -> Scene:
     reset: Data = {"reset": {"running": False, "connector": True}}
     steps = [_add("a", length, dice.number(1, 4)), {"step": dice.number(1, 3)}, reset]
     if dice.one_in(2):
-        steps += [*DROP, {"soak": {"rounds": dice.number(3, 5)}}]
+        rounds: Data = {"rounds": dice.number(3, 5), **({"fresh": True} if dice.one_in(2) else {})}
+        steps += [*DROP, {"soak": rounds}]
     else:
         steps += [{"idle": 1}, reset] * dice.number(2, 6)
     steps += [*DROP, _add("b", {"same": "a"}, 2), *DROP]
@@ -308,6 +309,35 @@ def controlled(dice: Dice, block: int) -> Scene:
     return Scene(steps, 4 * block + 3, {"budget": 64}, f"store and '{do}' in cap.controller")
 
 
+def states_and_drafts(dice: Dice, block: int) -> Scene:
+    """Complete blocks of a model with recurrent layers by drafts, and load their states.
+
+    A prompt in chunks of several blocks moves the blocks for the states after drafts.
+    """
+    drafts = dice.number(1, 3)
+    length = dice.number(1, 4) * block + dice.number(0, block - 1)
+    tokens = dice.number(2, block + 6)
+    accepted = [dice.number(0, drafts) for _ in range(dice.number(1, 4))]
+    steps = [_add("a", length, tokens, drafts=accepted)]
+    if dice.one_in(2):
+        steps += [{"step": dice.number(2, 6)}, LAND, {"preempt": "a"}]
+    then = dice.number(1, block)
+    outputs: Data = {"of": "a", "outputs": True, "then": then}
+    steps += [*DROP, _add("b", outputs, dice.number(1, 6), drafts=[dice.number(0, drafts)])]
+    steps += [*DROP] if dice.one_in(2) else [{"step": dice.number(1, 3)}]
+    shorter = dice.number(1, length)
+    steps += [_add("c", {"of": "a", "tokens": shorter, "then": then}, 3, drafts=[1]), *DROP]
+    steps += [_add("d", {"of": "b", "outputs": True, "then": 1}, 2), RUN]
+    config: Data = {
+        "groups": dice.pick([["full", "state"], ["full", "sliding", "state"]]),
+        "window": dice.pick([5, 6, 8, 11]),
+        "spec_tokens": drafts,
+        "budget": dice.pick([64, 2 * block + 1, block + 2]),
+        "retention_interval": dice.pick([0, None, None]),
+    }
+    return Scene(steps, length + 2 * tokens + then + 9, config)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of scene, and the engines that can run it."""
@@ -326,6 +356,7 @@ SCENES = (
     Kind(fails_again),
     Kind(ends_while_saving),
     Kind(session, ("vllm",)),
+    Kind(states_and_drafts, ("vllm",)),
     Kind(soaked),
     Kind(taken_id),
     Kind(engines_in_turn),

@@ -287,6 +287,7 @@ def _served(e: Event) -> str:
     return (
         f"of a new prompt {many(e['first'], 'token')} came back at first, and {e['last']} after"
         f" {many(e['rounds'], 'round')} of other prompts"
+        + (", which reset the connector's cache" if e["emptied"] else "")
     )
 
 

@@ -15,7 +15,7 @@ layers of different groups are on the same bytes, as vLLM allocates them. Layers
               freed as those that leave a window
     latent    are as full, but a token has one vector, no K and V, and there is one head (MLA)
     state     are recurrent (Mamba): a block holds one state, the one after the last computed token
-              of those that the block is for
+              of those that the block is for; behind them are blocks for the states after drafts
     private   are as full, but no part of the KV that is transferred (enable_kv_transfer=False): the
               engine regenerates it after a load
 """
@@ -139,6 +139,7 @@ class PagedCache:
     tensors have those: block b is the kernel blocks [b * kernel_blocks, (b + 1) * kernel_blocks).
 
     `names` are those of the layers. `drafter` is the index of the drafter's layer, if it has KV.
+    `drafts` is the number of drafts in a step, and of blocks of states that a request has for them.
     `hash_size` is the number of tokens per block hash. `retention_interval` says which states and
     windows stay in the prefix cache (vLLM's prefix_cache_retention_interval).
     """
@@ -163,6 +164,7 @@ class PagedCache:
         self.kernel_block_size = kernel_block_size if layout in SPLITTABLE else None
         self.kernel_blocks = self._kernel_blocks()
         self.drafter: int | None = None
+        self.drafts = 0
         self.hash_size = block_size
         self.retention_interval: int | None = 0
         self.stride = max(group.block_size for group in self.groups)

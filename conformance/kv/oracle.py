@@ -255,6 +255,10 @@ class Shape(Protocol):
     def group_of(self) -> np.ndarray:
         """Number of the group [blocks] that each block belongs to now."""
 
+    @property
+    def drafts(self) -> int:
+        """Blocks of recurrent layers for the states after drafts."""
+
 
 class Loads:
     """The loads into one KV cache: those that the engine granted, and the reported failures.

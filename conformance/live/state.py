@@ -235,13 +235,15 @@ def note_of(output: Any) -> StepNote | None:
 class Shape:
     """The shape of a KV cache, in the terms of kvconform.kv.cache.
 
-    `names`: the layers, in the order of their numbers.
+    `names`: the layers, in the order of their numbers. `drafts`: see PagedCache; 0 if no layer is
+    recurrent.
     """
 
     num_blocks: int
     groups: tuple[Group, ...]
     names: list[str]
     share: tuple[int, int] = (0, 1)
+    drafts: int = 0
     group_of: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -257,8 +259,10 @@ def shape_of(config: Any) -> Shape:
     """Return the shape of a vLLM KVCacheConfig. Unknown kinds of groups count as full."""
     names: list[str] = []
     groups = []
+    drafts = 0
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
+        drafts = max(drafts, getattr(spec, "num_speculative_blocks", 0))
         window = getattr(spec, "sliding_window", None)
         local = "ChunkedLocal" in type(spec).__name__
         layers = tuple(range(len(names), len(names) + len(group.layer_names)))
@@ -275,7 +279,7 @@ def shape_of(config: Any) -> Shape:
             kind = "full" if transfer else "private"
         heads = getattr(spec, "num_kv_heads", 1)
         groups.append(Group(kind, layers, spec.block_size, heads, window, transfer))
-    return Shape(config.num_blocks, tuple(groups), names)
+    return Shape(config.num_blocks, tuple(groups), names, drafts=drafts)
 
 
 @dataclass

@@ -322,14 +322,19 @@ class Observer:
         )
 
     def _tables(self, tables: Iterable[Sequence[int]], end: int) -> list[list[Any]]:
-        """Return per group: tokens per block, tokens in the window (0: unlimited), block ids.
+        """Return of each group what the fields `tables` of events have.
 
         The window is that of the token at `end`, itself included.
         """
-        groups = self._loads.shape.groups
+        shape = self._loads.shape
         return [
-            [group.block_size, group.reach(end) or 0, list(table)]
-            for group, table in zip(groups, tables, strict=False)
+            [
+                group.block_size,
+                group.reach(end) or 0,
+                list(table),
+                shape.drafts if group.recurrent else 0,
+            ]
+            for group, table in zip(shape.groups, tables, strict=False)
         ]
 
     def _kept(self, request: Any, end: int) -> None:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvconform.contract.steps import STEPS, Add, AddStep, Soak, Step, repeated
+from kvconform.contract.steps import STEPS, Add, AddStep, ResetStep, Soak, Step, repeated
 from kvconform.contract.trace import Trace
 from kvconform.engine.engine import Engine
 from kvconform.process import alive
@@ -84,8 +84,21 @@ def _soak_with_new_prompts(driver: Driven, steps: Sequence[Step], argument: Soak
     first = _given_back(driver, "before", length, 0)
     for number in range(1, THIRDS * argument.rounds + 1):
         driver.execute_steps([repeated(step, number, fresh=True) for step in steps])
+    resets = [each for each in steps if isinstance(each, ResetStep) and each.reset.connector]
+    emptied = bool(resets) and _empties(driver, resets[-1])
     last = _given_back(driver, "after", length, first) if first else 0
-    driver.trace.emit("soak.served", rounds=THIRDS * argument.rounds, first=first, last=last)
+    driver.trace.emit(
+        "soak.served", rounds=THIRDS * argument.rounds, first=first, last=last, emptied=emptied
+    )
+
+
+def _empties(driver: Driven, reset: Step) -> bool:
+    """Reset once more, when nothing is under way; return whether the caches are empty then."""
+    driver.settle(IDLE)
+    since = len(driver.trace.events)
+    driver.execute_steps([reset])
+    resets = [e for e in driver.trace.events[since:] if e["kind"] == "cache.reset"]
+    return any(e["phase"] == "done" and e["returned"] for e in resets)
 
 
 def _given_back(driver: Driven, name: str, length: int, wanted: int) -> int:

@@ -44,6 +44,35 @@ class SavesFromFirstTable(HybridConnector):
             tracked.tables = tables
 
 
+class AppendsToTables(HybridConnector):
+    """Appends the blocks of a step to its copy of a table, and takes none out of it (B157).
+
+    Blocks for the states after drafts move to the end of the table; the copy has them twice.
+    """
+
+    def _plan_saves(self, scheduler_output: Any) -> Iterator[Save]:
+        scheduler_output.kv_connector_block_state = None
+        yield from super()._plan_saves(scheduler_output)
+
+
+class SavesTheLastBlock(HybridConnector):
+    """Takes the last block of a recurrent layer's table for the one with the state (B158)."""
+
+    def _pieces(self, tracked: Tracked, start: int, end: int) -> tuple[Piece, ...]:
+        return tuple(
+            replace(share, slots=(tracked.tables[share.part.number][-1],))
+            if isinstance(share, Share) and share.part.recurrent
+            else share
+            for share in super()._pieces(tracked, start, end)
+        )
+
+
+class SavesStatesInLayers(HybridConnector):
+    """Saves a state when its layer is done, before the drafts of the step are verified."""
+
+    save_kv_layer = ReferenceConnector.save_kv_layer
+
+
 class LoadsIntoNullBlocks(HybridConnector):
     """Takes the null entries of a table for blocks, and loads into them (B091)."""
 

@@ -85,6 +85,19 @@ class LosesRoom(ReferenceConnector):
         return replace(metadata, saves=metadata.saves[:0]) if is_full else metadata
 
 
+class LosesRoomInResets(ReferenceConnector):
+    """Has room for 40 blocks, and forgets in a reset which of it is in use."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, ReferenceMetadata)
+        used: set[str] = self.__dict__.setdefault("_used", set())
+        if len(used) >= 40:
+            return replace(metadata, saves=metadata.saves[:0])
+        used.update(piece.key for save in metadata.saves for piece in save.pieces)
+        return metadata
+
+
 class LosesWhatIsSavedTwice(ReferenceConnector):
     """Takes room for each save of a block, and loses it when another one in the step overwrites it.
 

@@ -264,6 +264,17 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
             return True  # the layer is of another group
         return super()._load_counted(piece, layer)
 
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Leave states to wait_for_save.
+
+        While drafts are not verified, the state at the end of a block may be behind the block.
+        """
+        number = self._number[layer_name]
+        if not any(part.recurrent and part.number == number for part in self._parts):
+            super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         mine = tuple(
             piece

@@ -91,6 +91,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "stumbles": (f"{HERE}.loading:Stumbles", {"load": "async"}),
     "hybrid": (f"{HERE}.hybrid:HybridConnector", {}),
     "hybrid-async": (f"{HERE}.hybrid:HybridConnector", {"load": "async"}),
+    "hybrid-layerwise": (f"{HERE}.hybrid:HybridConnector", {"layerwise": True}),
     "divergent": (f"{HERE}.hybrid:Divergent", {}),
     "hands-out-its-own": (f"{HERE}.habits:HandsOutItsOwn", {}),
     "refuses-latent-layers": (f"{HERE}.habits:RefusesLatentLayers", {"layerwise": True}),
