@@ -301,7 +301,8 @@ def one(
             if not drafts and dice.one_in(2):
                 extra |= {"groups": ["latent"], "context_parallel": 2}
         elif engine == "vllm" and needs is None and dice.one_in(3):
-            extra |= {"groups": ["full", "sliding"], "window": dice.pick([5, 6, 8, 11])}
+            other = dice.pick(["sliding", "state"])
+            extra |= {"groups": ["full", other], "window": dice.pick([5, 6, 8, 11])}
         elif dice.one_in(3):
             extra["engines"][name] = {"role": ENGINES[name], "num_blocks": 96}
         elif dice.one_in(3):

@@ -226,14 +226,19 @@ Tables = Callable[[], dict[str, list[int]]]
 
 @dataclass
 class Wrong:
-    """A wrong slot that was read; it is kept until the step's load failures are known."""
+    """A wrong slot that was read; it is kept until the step's load failures are known.
+
+    `via`, `transfer`, `sync`: what had filled it. A recurrent layer fills it anew in the same step.
+    """
 
     layer: int
     chain: Chain
     pos: int
     slot: int
     held: Diagnosis
-    grant: Grant | None
+    via: str
+    transfer: str | None
+    sync: bool | None
 
 
 class Shape(Protocol):
@@ -530,7 +535,7 @@ class Oracle(Loads):
             grant.late.add((layer, pos))
         if held.found == "on_failed_load" and self.fill_kind[slot] != EXTERNAL:
             return  # a step that was in flight when the load failed; the engine drops its output
-        self.pending.append(Wrong(layer, chain, pos, slot, held, grant))
+        self.pending.append(Wrong(layer, chain, pos, slot, held, *self._via(chain, slot, grant)))
 
     def _diagnosed(
         self, layer: int, chain: Chain, pos: int, slot: int, loading: bool = False
@@ -569,7 +574,6 @@ class Oracle(Loads):
             else:
                 runs.append((item, 1))
         for item, count in runs:
-            via, transfer, sync = self._via(item)
             self.trace.emit(
                 "kv.wrong",
                 req=item.chain.req,
@@ -579,9 +583,9 @@ class Oracle(Loads):
                 pos=item.pos,
                 count=count,
                 block=item.slot // self.cache.stride,
-                via=via,
-                transfer=transfer,
-                transfer_sync=sync,
+                via=item.via,
+                transfer=item.transfer,
+                transfer_sync=item.sync,
                 found=item.held.found,
                 origin=item.held.origin,
                 origin_req=item.held.req,
@@ -605,17 +609,22 @@ class Oracle(Loads):
             item.slot < self.cache.stride,
         )
 
-    def _via(self, item: Wrong) -> tuple[str, str | None, bool | None]:
-        """Return the fields `via`, `transfer` and `transfer_sync` of a kv.wrong."""
-        kind, ref = int(self.fill_kind[item.slot]), int(self.fill_ref[item.slot])
+    def _via(
+        self, chain: Chain, slot: int, grant: Grant | None
+    ) -> tuple[str, str | None, bool | None]:
+        """Return the fields `via`, `transfer` and `transfer_sync` of a kv.wrong.
+
+        `grant`: the one that the slot awaits, if any.
+        """
+        kind, ref = int(self.fill_kind[slot]), int(self.fill_ref[slot])
         fill = self.refs[ref] if ref >= 0 else None
-        mine = (item.chain.req, item.chain.generation)
+        mine = (chain.req, chain.generation)
         if kind == EXTERNAL and fill is not None:
-            grant = next((g for g in self.grants if g.transfer == fill.transfer), None)
-            sync = None if grant is None else not grant.is_async
+            found = next((g for g in self.grants if g.transfer == fill.transfer), None)
+            sync = None if found is None else not found.is_async
             return ("external" if fill.key == mine else "local"), fill.transfer, sync
-        if item.grant is not None and item.grant.key == mine:
-            return "external", item.grant.transfer, not item.grant.is_async
+        if grant is not None and grant.key == mine:
+            return "external", grant.transfer, not grant.is_async
         return ("own" if fill is not None and fill.key == mine else "local"), None, None
 
     # -- due grants

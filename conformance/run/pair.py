@@ -430,6 +430,21 @@ class PairDriver(Driver):
         super()._iterate_until(over, limit)
         self._turn_to(here)
 
+    def _step(self, count: int) -> None:
+        """Do steps of this engine; after each, the others announce the ends of their requests.
+
+        An engine does that by itself: it steps once more when a request has finished, and only then
+        do its workers know what is offered.
+        """
+        here = self.trace.on or ""
+        for _ in range(count):
+            super()._step(1)
+            for name, engine in self.engines.items():
+                if name != here and engine.scheduler.has_finished_requests():
+                    self._turn_to(name)
+                    engine.iterate()
+            self._turn_to(here)
+
     def _iterate(self) -> None:
         for name in [name for name, engine in self.engines.items() if engine.busy]:
             self._turn_to(name)

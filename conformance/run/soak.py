@@ -169,8 +169,11 @@ def _rested(driver: Driven) -> dict[str, Census]:
 def _settled(driver: Driven) -> dict[str, Census]:
     """Return what is held when nothing is under way, as far as threads come to an end soon."""
     driver.settle(IDLE)
+    works_aside = (
+        alive.works_aside()
+    )  # asked first: what a thread ends now, it has held in the census
     found, still = _censuses(driver), 0
-    for _ in range(MOST_PAUSES if alive.works_aside() else 0):
+    for _ in range(MOST_PAUSES if works_aside else 0):
         time.sleep(PAUSE)
         before, found = found, _censuses(driver)
         still = still + 1 if found == before else 0

@@ -31,3 +31,23 @@ class WithoutNullBlocks(HybridPeer):
             key = params["remote_request_id"]
             self._tables[key] = tuple(tuple(filter(None, table)) for table in self._tables[key])
         return held, params
+
+
+class HandsOverTheLastBlock(HybridPeer):
+    """Takes the last block of a recurrent layer's table for the one with the state (B158)."""
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        end = -(-tokens // self._size)
+        return super().request_finished_all_groups(
+            request, [[*table[: end - 1], table[-1]] for table in block_ids]
+        )
+
+
+class LeavesNothingOut(HybridPeer):
+    """Hands over the state behind the prompt's last token, which the consumer computes again."""
+
+    def _leave_last_out(self, request: Any) -> None:
+        pass

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvconform.refimpl.variants.peer import Offer, Peer, PeerMetadata, Pull
 
@@ -41,14 +42,44 @@ class GroupedMetadata(PeerMetadata):
 class HybridPeer(Peer, SupportsHMA):
     """Hands over the blocks of all groups, of which those in a window are kept only in part.
 
-    All groups have blocks of the same size, and none has recurrent states.
+    All groups have blocks of the same size. Of recurrent layers there is only the state behind the
+    last token that the producer computes, and the consumer computes the last token of the prompt
+    in any case: the producer leaves that token out, as vLLM's NixlConnector does.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._layers_of = [group.layer_names for group in kv_cache_config.kv_cache_groups]
+        groups = kv_cache_config.kv_cache_groups
+        self._layers_of = [group.layer_names for group in groups]
+        self._recurrent = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+        # Requests whose last token was left out.
+        self._shortened: set[str] = set()
         self._tables: dict[str, Tables] = {}
         self._lost: set[str] = set()
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        params = request.kv_transfer_params or {}
+        if self._recurrent and self.produces and params.get("do_remote_decode"):
+            self._leave_last_out(request)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def _leave_last_out(self, request: Any) -> None:
+        """Shorten the prompt by its last token, once; what is sampled behind it is of no use."""
+        req = request.request_id
+        if req in self._shortened or request.num_prompt_tokens < 2:
+            return
+        self._shortened.add(req)
+        if request.prompt_token_ids is not None:
+            del request.prompt_token_ids[-1]
+        if request.prompt_embeds is not None:
+            request.prompt_embeds = request.prompt_embeds[:-1]
+        del request._all_token_ids[-1]
+        request.num_prompt_tokens -= 1
+        request.max_tokens = 1
+        if request.num_prompt_tokens % self._size == self._size - 1:
+            request.block_hashes = request.block_hashes[: request.num_prompt_tokens // self._size]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         planned = len(self._pulls)
@@ -65,7 +96,11 @@ class HybridPeer(Peer, SupportsHMA):
         self, request: Any, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         held, params = self.request_finished(request, list(block_ids[0]))
+        shortened = request.request_id in self._shortened
+        self._shortened.discard(request.request_id)
         if held and params is not None:
+            if shortened:
+                del params["first_token"]  # it follows another token than the prompt's last one
             key, end = params["remote_request_id"], len(params["remote_block_ids"])
             self._tables[key] = tuple(tuple(table[:end]) for table in block_ids)
             params["remote_block_ids"] = [list(table) for table in self._tables[key]]

@@ -161,6 +161,34 @@ def test_what_a_lease_gave_up_before_the_request_came_is_not_owed(tmp_path: Path
     assert [row for row in report.rows if row.verdict == "FAIL"] == []
 
 
+def test_a_producer_announces_the_end_of_a_request_while_the_consumer_is_at_work(
+    tmp_path: Path,
+) -> None:
+    """`transfer.delivered` was wrongly reported: its workers did not know what was offered."""
+    case = Case.model_validate(
+        {
+            "id": "transfer.steps-of-one",
+            "area": "transfer",
+            "text": "Only the consumer does steps.",
+            "config": {"engines": {"p": "kv_producer", "d": "kv_consumer"}},
+            "engines": ["reference"],
+            "relations": [],
+            "steps": [
+                {"add": {"req": "a", "prompt": 16, "max_tokens": 1, "hand_over": True}},
+                {"run": {"until": "a"}},
+                {"on": "d"},
+                {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 2, "handed": "a"}},
+                {"step": 8},
+                {"run": {}},
+            ],
+        },
+        strict=False,
+    )
+    for number, variant in enumerate(case.variants()):
+        report = run_and_judge(variant, Target(PEER, {}), SPEC, seed=0, tmp=tmp_path / str(number))
+        assert [row for row in report.rows if row.verdict == "FAIL"] == []
+
+
 def test_every_event_of_a_pair_is_as_listed_and_says_whose_it_is(tmp_path: Path) -> None:
     variant = variants(SPEC.cases["transfer.prompt"])[0]
     run = run_variant(

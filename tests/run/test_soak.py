@@ -173,3 +173,40 @@ def test_what_comes_back_of_a_new_prompt_has_time_to_be_stored(
     told = [(e["first"], e["last"]) for e in driver.trace.events if e["kind"] == "soak.served"]
     assert told == [served]
     assert next(driver.grants, None) is None, "it was repeated as often as it should be"
+
+
+@pytest.mark.parametrize(
+    ("returned", "emptied"), [(True, True), (False, False), (None, False), ("raised", False)]
+)
+def test_the_last_prompt_comes_after_a_reset_that_was_not_refused(
+    tmp_path: Path, returned: Any, emptied: bool
+) -> None:
+    class Resets(Grants):
+        def execute_steps(self, steps: Sequence[Step]) -> None:
+            super().execute_steps(steps)
+            if any(step.op == "reset" for step in steps):
+                self.trace.emit("cache.reset", phase="asked", returned=None)
+                if returned != "raised":
+                    self.trace.emit("cache.reset", phase="done", returned=returned)
+
+    driver = Resets(tmp_path, 16, 16)
+    reset = STEPS["reset"].model_validate({"reset": {"connector": True}})
+    module.soak(driver, [reset], Soak(rounds=1, fresh=True))
+    assert [e["emptied"] for e in driver.trace.events if e["kind"] == "soak.served"] == [emptied]
+
+
+def test_what_a_thread_ends_during_a_census_is_counted_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`end.bounded` was wrongly reported of a connector with timers, on a busy machine."""
+    held = iter([5])
+    at_work = [True]
+
+    def censuses(_: Driver) -> dict[str, Census]:
+        at_work[0] = False
+        return {"worker half": Counter(held=next(held, 0))}
+
+    monkeypatch.setattr(module, "_censuses", censuses)
+    monkeypatch.setattr(module.alive, "works_aside", lambda: at_work[0])
+    monkeypatch.setattr(module, "PAUSE", 0)
+    assert module._settled(Driver(tmp_path, 0)) == {"worker half": Counter(held=0)}
