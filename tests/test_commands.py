@@ -121,6 +121,10 @@ def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
             "kvconform: there is no profile 'smok'; did you mean smoke?",
         ),
         (("run", "--config", "none.toml"), "kvconform: there is no settings file none.toml"),
+        (
+            ("run", "--config", "."),
+            "kvconform: . is a directory; name the settings file in it",
+        ),
         (("run", "a:B", "--connector", "c:D"), "Error: Invalid value: name the connector once"),
         (("run", "--no-such-option"), "Error: No such option: --no-such-option"),
         (("no-such-command",), "Error: No such command 'no-such-command'."),

@@ -322,6 +322,8 @@ def _check_placeholders(setting: str, text: str) -> None:
 
 
 def _read_named(path: Path) -> tuple[Path, dict[str, Any]]:
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory; name the settings file in it")
     if not path.is_file():
         raise UsageError(f"there is no settings file {path}")
     found = _table(path)

@@ -335,9 +335,9 @@ _kind(
     "pair.lookup",
     "sched",
     "on:str role:str req:str generation:int of:str? stale:str? local:int tokens:int? "
-    "by_savers:int consumed:bool delivered:bool?",
-    "A lookup, seen across engines; by_savers = prefix computed by engines that may save; "
-    "consumed = it has loaded before.",
+    "by_savers:int by_all:int consumed:bool delivered:bool?",
+    "A lookup, seen across engines; by_savers, by_all = prefix computed by engines that may save, "
+    "or by any; consumed = it has loaded before.",
 )
 _kind(
     "pair.request",

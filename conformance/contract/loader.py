@@ -237,8 +237,10 @@ def _add_own(spec: Spec, cases: Sequence[str], live: bool) -> None:
     for name in cases:
         try:
             text = Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
+        except UnicodeDecodeError:
+            raise UsageError(f"case {name} cannot be read: it is no text in UTF-8") from None
+        except OSError as error:
+            reason = error.strerror or error
             known = Path(name).name
             hint = f"; -k {known} runs the case of that name" if known in spec.cases else ""
             raise UsageError(f"case {name} cannot be read: {reason}{hint}") from None

@@ -155,16 +155,17 @@ class Handovers:
             stale=handed.stale if handed else None,
             local=call.arg(1, "num_computed_tokens"),
             tokens=call.result[0],
-            by_savers=self._by_savers(request),
+            by_savers=self._computed(request, self.driver.savers()),
+            by_all=self._computed(request, [*self.driver.memories.values()]),
             consumed=any(g.req == req and not g.open for g in engine.oracle.grants),
             delivered=None,
         )
 
-    def _by_savers(self, request: Any) -> int:
-        """Count the tokens of the request's prefix that engines which may save have computed."""
+    def _computed(self, request: Any, by: Sequence[PartMemory]) -> int:
+        """Count the tokens of the request's prefix that any of some engines has computed."""
         identity = self.state.info(request.request_id).identity
         chain = ROOT
-        known = [memory.own for memory in self.driver.savers()]
+        known = [memory.own for memory in by]
         for position, token in enumerate(request.all_token_ids):
             chain = extend(chain, token, identity.extra(position))
             if not any(chain in own for own in known):
