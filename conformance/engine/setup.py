@@ -13,6 +13,7 @@ from vllm.config import set_current_vllm_config
 
 from kvconform.compat.groups import registered, resolve_hits, resolve_layout
 from kvconform.compat.kernel_blocks import add_layers
+from kvconform.compat.local_hits import LocalHits
 from kvconform.config.target import Target
 from kvconform.contract.case import Config, Inspection, Variant
 from kvconform.contract.trace import Trace
@@ -113,6 +114,8 @@ def build(
         if len(ranks.members) > 1:
             reports = RankReports(trace, connector, len(ranks.members), count, siblings=siblings)
     observer = Observer(trace, probe, memory, view, private=(str(tmp), run_id(tmp)))
+    if variant.engine == "vllm":
+        observer.local_hits = LocalHits(view.scheduler.kv_cache_manager)
     ledger = Ledger(trace, view, observer, is_async=variant.scheduling == "async")
     executor = Executor(
         variant,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvconform.compat.local_hits import LocalHits
 from kvconform.contract.trace import Event, Trace
 from kvconform.kv.oracle import Grant, Loads
 from kvconform.kv.provenance import ROOT, Memory, extend
@@ -89,6 +90,8 @@ class Observer:
         """The last step that was scheduled before the last reset of the connector's cache."""
         self._losses = 0  # failed loads, and resets of the connector's cache
         self._admissions: Counter[Incarnation] = Counter()
+        self.local_hits: LocalHits | None = None
+        """What vLLM took from its own cache; None: what connectors were asked behind."""
         self._listen(probe)
 
     def _listen(self, probe: Probe) -> None:
@@ -228,6 +231,8 @@ class Observer:
         self._failed_loads.discard((req, generation))
         lookup = None if known is None or known.allocated else known
         local = request.num_computed_tokens if lookup is None else lookup.local
+        if not external and self.local_hits is not None:
+            local = self.local_hits.of(req, local)
         is_async = known is not None and known.is_async and external > 0
         transfer = None
         if external > 0:

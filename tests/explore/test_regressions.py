@@ -330,3 +330,30 @@ def test_what_was_loaded_with_a_loss_may_be_stored_and_loaded_again(tmp_path: Pa
     )
     assert found.error is None and found.failures == []
     assert "load" in found.reached
+
+
+def test_a_hit_that_vllm_goes_back_from_is_not_taken_for_local(tmp_path: Path) -> None:
+    """`engine.alloc-whole-table` was wrongly reported.
+
+    The connector was asked behind a hit of the full attention only, and had nothing there.
+    """
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 19, "max_tokens": 9, "drafts": [1, 1]}},
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "b", "prompt": {"of": "a", "outputs": True, "then": 1}, "max_tokens": 1}},
+        {"step": 1},
+        {"add": {"req": "c", "prompt": {"of": "a", "tokens": 13, "then": 1}, "max_tokens": 3}},
+        {"run": {}},
+    ]
+    config = {
+        "groups": ["full", "state"],
+        "spec_tokens": 1,
+        "budget": 9,
+        "max_seqs": 2,
+        "retention_interval": None,
+    }
+    workload = mended(steps, "vllm", "async", depth=3, config=config)
+    found = outcome(workload, target_of("divergent"), SPEC, tmp_path / "run", strict=True)
+    assert found.error is None and found.failures == [] and found.unknown == []
+    assert "engine.alloc-whole-table" not in found.broken_guarantees
