@@ -2,8 +2,8 @@
 """How much of a request vLLM takes from its own prefix cache when it admits the request.
 
 A connector that supports divergent hits is asked behind the hit of the full attention, which may be
-deeper than that of the recurrent layers. If it has nothing there, vLLM goes back to the hit that all
-groups share, without a word to the connector (v1/core/sched/scheduler.py: Scheduler.schedule).
+deeper than that of the recurrent layers. If it has nothing there, vLLM goes back to the hit that
+all groups share, without a word to the connector (v1/core/sched/scheduler.py: Scheduler.schedule).
 """
 
 from __future__ import annotations
