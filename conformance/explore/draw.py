@@ -287,6 +287,8 @@ def one(
         steps, longest, relations = scene.steps, scene.longest, []
         needs = scene.needs
         extra |= scene.config
+        if not _has_fine_hashes():
+            extra.pop("prefix_match_unit", None)
     elif theme == "pair":
         needs = OVER_STORE if dice.one_in(3) else None
         steps, longest = (over_store if needs else pair_steps)(dice, block)

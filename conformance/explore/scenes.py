@@ -335,6 +335,8 @@ def states_and_drafts(dice: Dice, block: int) -> Scene:
         "budget": dice.pick([64, 2 * block + 1, block + 2]),
         "retention_interval": dice.pick([0, None, None]),
     }
+    if dice.one_in(3):
+        config["prefix_match_unit"] = block // 2
     if dice.one_in(3):  # the drafter has attention
         config |= {"groups": ["full", "state", "full"], "drafter": True}
     return Scene(steps, length + 2 * tokens + then + 9, config)
