@@ -168,9 +168,12 @@ def test_layouts_ranks_and_groups_that_few_models_have() -> None:
     assert sum(config.get("groups") == ["full", "sliding"] for config in peers) > 5
     assert sum("num_blocks" in str(config["engines"]) for config in peers) > 5
     assert any("drafter" in config and len(config.get("groups", ())) > 1 for config in configs)
-    assert not any(
-        "state" in config.get("groups", ()) and config.get("spec_tokens") for config in configs
-    )
+    states = [config for config in configs if "state" in config.get("groups", ())]
+    assert all(config.get("prefix_caching", True) for config in states)
+    assert any("engines" in config for config in states)
+    drafted = [config for config in states if config.get("spec_tokens")]
+    assert len(drafted) > 5 and any("drafter" in config for config in drafted)
+    assert all(config["budget"] != config["block_size"] for config in drafted)
 
 
 def length_of(prompt: int | dict[str, Any], lengths: dict[str, int]) -> int:
