@@ -539,6 +539,8 @@ class Case(Model):
         ]
         if own and self.engines != ["vllm"]:
             raise ValueError(f"{own[0]}: only engine vllm has it")
+        if "sessions" in own and "state" in groups and self.config.spec_tokens:
+            raise ValueError("sessions: with drafts, vLLM loses the states that they go on from")
         if self.matrix.block_size and any(each.block_size for each in names.values()):
             raise ValueError(
                 "matrix: block_size is that of all engines; none may have a block_size of its own"

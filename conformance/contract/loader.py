@@ -238,7 +238,7 @@ def _add_own(spec: Spec, cases: Sequence[str], live: bool) -> None:
         try:
             text = Path(name).read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            raise UsageError(f"case {name} cannot be read: it is no text in UTF-8") from None
+            raise UsageError(f"case {name} cannot be read: it is not UTF-8 text") from None
         except OSError as error:
             reason = error.strerror or error
             known = Path(name).name

@@ -255,7 +255,8 @@ def main(
     try:
         for seed, tally in sweep(coming, choice, jobs):
             print(*tally.alarms, sep="\n", end="\n" if tally.alarms else "")
-            counts = f"{tally.runs - tally.unsupported} runs judged, {len(tally.alarms)} alarms"
+            judged = f"{tally.runs - tally.unsupported} of {tally.runs} runs judged"
+            counts = f"{judged}, the others unsupported; {len(tally.alarms)} alarms"
             print(f"seed {seed}: {counts}, {time.monotonic() - start:.0f} s", flush=True)
             alarms += len(tally.alarms)
     except KvconformError as error:

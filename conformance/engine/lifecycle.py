@@ -246,6 +246,9 @@ class Own(_WithConnector):
 
     def attention(self, name: str) -> None:
         """Run one layer: load, attend, save. Changes the KV cache."""
+        if self.worker.is_recurrent(name):
+            self.worker.attend(name)
+            return
         metadata = get_forward_context().attn_metadata[name]
         self.connector.wait_for_layer_load(name)
         self.worker.attend(name)
@@ -310,10 +313,13 @@ class VllmV1(_WithConnector):
             return result
 
 
-def _decorated(worker: Worker) -> Any:
-    @maybe_transfer_kv_layer
+def _decorated(worker: Worker) -> Callable[[str], None]:
+    """Return what runs a layer: with vLLM's decorator, which recurrent layers do not have."""
+    decorated = maybe_transfer_kv_layer(worker.attend)
+
     def attention(layer_name: str) -> None:
-        worker.attend(layer_name)
+        run = worker.attend if worker.is_recurrent(layer_name) else decorated
+        run(layer_name)
 
     return attention
 

@@ -19,7 +19,7 @@ from kvconform.engine.batch import Batch, Row
 from kvconform.kv import device
 from kvconform.kv.cache import Group, PagedCache
 from kvconform.kv.content import Content
-from kvconform.kv.oracle import OWN, Fill, Oracle, slots_of
+from kvconform.kv.oracle import EXTERNAL, OWN, Fill, Oracle, slots_of
 from kvconform.kv.provenance import HandedOut, Memory, Origin, Registry
 
 
@@ -394,6 +394,8 @@ class Worker:
 
     def _judge(self, layer: int, reads: Reads, found: torch.Tensor) -> None:
         wrong = np.flatnonzero(found.cpu().numpy())
+        if self.cache.tolerance:
+            self._restore(layer, reads, found.cpu().numpy())
         by_row: dict[int, list[int]] = {}
         for index in wrong.tolist():
             number = int(np.searchsorted(reads.ends, index, side="right"))
@@ -410,6 +412,22 @@ class Worker:
             bytes_read = self.cache.read(layer, reads.slots[indices]).contiguous().numpy().tobytes()
             digest = int.from_bytes(hashlib.sha256(bytes_read).digest()[:8], "little")
             self._corruption[chain.req] = self._corruption.get(chain.req, 0) ^ digest
+
+    def _restore(self, layer: int, reads: Reads, wrong: np.ndarray) -> None:
+        """Write exactly what a lossy connector has loaded of chunks that this step goes on with.
+
+        A chunk that is stored again as a whole must be the same again. One that is stored with what
+        is computed now may lose as much again: its tolerance is that of one pass. `wrong` [n] marks
+        the slots that are beyond it. Changes the cache.
+        """
+        first = 0
+        for row, end, top in zip(self.rows, reads.ends.tolist(), reads.tops, strict=True):
+            begin = row.start - row.start % self.cache.chunk_tokens
+            index = np.arange(max(first, begin - top + end), row.start - top + end)
+            slots = reads.slots[index]
+            loaded = (self.oracle.fill_kind[slots] == EXTERNAL) & ~wrong[index]
+            self.cache.restore(layer, slots[loaded])
+            first = end
 
     @property
     def corrupt(self) -> set[str]:
@@ -437,6 +455,10 @@ class Worker:
         if layer is not None:
             self.write_layer(layer)
             attention(self.cache.names[layer])
+
+    def is_recurrent(self, layer_name: str) -> bool:
+        """Return whether a layer is recurrent. vLLM calls layer hooks for attention only."""
+        return self.cache.groups[self.cache.group(self.cache.names.index(layer_name))].recurrent
 
     def attend(self, layer_name: str) -> None:
         """Judge the connector's writes so far, then run the attention of a layer."""

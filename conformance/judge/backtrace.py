@@ -611,7 +611,7 @@ def _holders(trace: list[Event], end: Event) -> list[str]:
             held.pop(e["id"], None)
         elif e["kind"] == "req.finished":
             # With a local hit, it has blocks that were allocated for other requests.
-            for block in {block for _, _, table in e["tables"] for block in table if block != 0}:
+            for block in {block for _, _, table, _ in e["tables"] for block in table if block != 0}:
                 held.setdefault(block, []).append(e["req"])
     return [req for reqs in held.values() for req in reqs]
 

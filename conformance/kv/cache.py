@@ -295,6 +295,9 @@ class PagedCache:
     It must be below 1/30, or codes cannot be distinguished.
     """
 
+    chunk_tokens: int = 1
+    """Tokens that a lossy connector stores together."""
+
     def write(self, layer: int, slots: np.ndarray, content: Content, which: Index = ALL) -> None:
         """Write a part of `content` to slots [n] of one layer, as the engine.
 
@@ -357,13 +360,8 @@ class PagedCache:
         return self._access.rows(layer, *self.split(slots), self.tolerance).cpu()
 
     def restore(self, layer: int, slots: np.ndarray) -> None:
-        """Write into slots [n] what their content stands for, if a connector may be lossy.
-
-        They must be right within the tolerance, which is that of one pass through the connector:
-        the next pass, from here, may lose as much again. The codes could not be told from each
-        other after two.
-        """
-        if self.tolerance and len(slots):
+        """Write into slots [n] the codes that their values are within the tolerance of."""
+        if len(slots):
             self.write_rows(layer, slots, self.read(layer, slots).numpy())
 
     def mismatches(

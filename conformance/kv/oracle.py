@@ -288,8 +288,7 @@ class Loads:
 class Oracle(Loads):
     """Judge of the bytes in one engine's cache. `tables()` returns the blocks of live requests.
 
-    Emits kv.changed, load.due and kv.wrong; writes to the cache only what a lossy connector has
-    loaded well enough (PagedCache.restore).
+    Emits kv.changed, load.due and kv.wrong; never writes to the cache.
     """
 
     def __init__(self, cache: PagedCache, registry: Registry, trace: Trace, tables: Tables) -> None:
@@ -657,7 +656,6 @@ class Oracle(Loads):
                 slots = grant.slots[layer, :length]
                 there = np.nonzero(grant.written[layer, :length] & (slots >= 0))[0]
                 bad = self.cache.mismatches(layer, slots[there], wanted, there)
-                self.cache.restore(layer, slots[np.delete(there, bad)])
                 if unknown:
                     foreign |= unknown.intersection(np.delete(there, bad).tolist())
                 for index in (int(there[i]) for i in bad):

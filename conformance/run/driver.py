@@ -211,6 +211,7 @@ class Driver:
         undisturbed = not takes_from_store(variant.case)
         for rank in engine.ranks.members:
             rank.cache.tolerance = max(tolerance(self._lossy()), state.tolerance)
+            rank.cache.chunk_tokens = state.caps["chunk_tokens"] or variant.block_size
             rank.worker.oracle.undisturbed = undisturbed
         if self.watcher is not None:
             self.watcher.started(engine)

@@ -85,7 +85,8 @@ def _soak_with_new_prompts(driver: Driven, steps: Sequence[Step], argument: Soak
     for number in range(1, THIRDS * argument.rounds + 1):
         driver.execute_steps([repeated(step, number, fresh=True) for step in steps])
     resets = [each for each in steps if isinstance(each, ResetStep) and each.reset.connector]
-    emptied = bool(resets) and _empties(driver, resets[-1])
+    alone = len(driver.named_engines) < 2
+    emptied = alone and bool(resets) and _empties(driver, resets[-1])
     last = _given_back(driver, "after", length, first) if first else 0
     driver.trace.emit(
         "soak.served", rounds=THIRDS * argument.rounds, first=first, last=last, emptied=emptied
@@ -93,7 +94,7 @@ def _soak_with_new_prompts(driver: Driven, steps: Sequence[Step], argument: Soak
 
 
 def _empties(driver: Driven, reset: Step) -> bool:
-    """Reset once more, when nothing is under way; return whether the caches are empty then."""
+    """Reset once more, when nothing is under way; return whether the cache is empty then."""
     driver.settle(IDLE)
     since = len(driver.trace.events)
     driver.execute_steps([reset])

@@ -67,10 +67,10 @@ class SavesTheLastBlock(HybridConnector):
         )
 
 
-class SavesStatesInLayers(HybridConnector):
-    """Saves a state when its layer is done, before the drafts of the step are verified."""
+class LoadsStatesInLayers(HybridConnector):
+    """Loads each layer when the layer waits for it, which recurrent ones do not do."""
 
-    save_kv_layer = ReferenceConnector.save_kv_layer
+    start_load_kv = ReferenceConnector.start_load_kv
 
 
 class LoadsIntoNullBlocks(HybridConnector):

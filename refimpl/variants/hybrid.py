@@ -264,16 +264,18 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
             return True  # the layer is of another group
         return super()._load_counted(piece, layer)
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Leave states to wait_for_save.
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Load the recurrent layers, even where others are loaded in the layer hooks.
 
-        While drafts are not verified, the state at the end of a block may be behind the block.
+        vLLM calls these for attention only.
         """
-        number = self._number[layer_name]
-        if not any(part.recurrent and part.number == number for part in self._parts):
-            super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+        super().start_load_kv(forward_context, **kwargs)
+        recurrent = {part.number for part in self._parts if part.recurrent}
+        layers = [name for name in self._layers if self._number[name] in recurrent]
+        if self.options.layerwise and layers:
+            for load in self._metadata().loads:
+                if not load.is_async:
+                    self._load(load, layers)
 
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         mine = tuple(

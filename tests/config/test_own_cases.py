@@ -69,7 +69,7 @@ def test_no_file_and_shards_are_told_in_a_sentence(mine: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         load_spec(cases=[str(mine.parent / "none.yaml")])
     mine.with_name("binary.yaml").write_bytes(b"\xbe\xff")
-    with pytest.raises(UsageError, match=r"cannot be read: it is no text in UTF-8$"):
+    with pytest.raises(UsageError, match=r"cannot be read: it is not UTF-8 text$"):
         load_spec(cases=[str(mine.with_name("binary.yaml"))])
     with pytest.raises(UsageError, match="cannot be combined"):
         load({"cases": [str(mine)], "shard": "1/2"})

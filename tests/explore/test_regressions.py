@@ -357,3 +357,18 @@ def test_a_hit_that_vllm_goes_back_from_is_not_taken_for_local(tmp_path: Path) -
     found = outcome(workload, target_of("divergent"), SPEC, tmp_path / "run", strict=True)
     assert found.error is None and found.failures == [] and found.unknown == []
     assert "engine.alloc-whole-table" not in found.broken_guarantees
+
+
+def test_a_chunk_that_a_load_began_may_be_stored_when_it_is_complete(tmp_path: Path) -> None:
+    """`load.content` was wrongly reported: the load and the save were of one step."""
+    drop: list[Data] = [{"run": {}}, {"drop-local": {}}]
+    steps: list[Data] = [{"add": {"req": "a", "prompt": 9, "max_tokens": 1}}, *drop]
+    for name, before in ("ba", "cb", "dc"):
+        prompt = {"of": before, "then": 8}
+        steps += [{"add": {"req": name, "prompt": prompt, "max_tokens": 1}}, *drop]
+    steps += [{"add": {"req": "e", "prompt": {"of": "d", "then": 1}, "max_tokens": 1}}, {"run": {}}]
+    options = {"codec": "int4", "chunk_tokens": 6, "whole_blocks": False, "store": "{tmp}"}
+    target = Target("kvconform.refimpl.variants.unfull:KeepsUnfullChunk", options)
+    found = outcome(mended(steps), target, SPEC, tmp_path / "run", strict=True)
+    assert found.error is None and found.failures == []
+    assert "load" in found.reached
