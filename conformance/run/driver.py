@@ -515,8 +515,8 @@ class Driver:
         self._asked = self._now
 
     def _rest(self) -> None:
-        """Do steps without work, unless the engine has requests."""
-        if not self.engine.busy:
+        """Do steps without work, unless the engine has requests that have not ended."""
+        if not self.engine.queue and not self.engine.scheduler.has_unfinished_requests():
             self.idle(REST_STEPS)
 
     @property

@@ -372,3 +372,19 @@ def test_a_chunk_that_a_load_began_may_be_stored_when_it_is_complete(tmp_path: P
     found = outcome(mended(steps), target, SPEC, tmp_path / "run", strict=True)
     assert found.error is None and found.failures == []
     assert "load" in found.reached
+
+
+def test_a_saver_that_is_polled_has_steps_after_an_abort(tmp_path: Path) -> None:
+    """`save.as-plain` was wrongly reported: the engine was not idle, but had nothing to do."""
+    steps: list[Data] = [
+        {"add": {"req": "c", "prompt": 7, "max_tokens": 2}},
+        {"run": {}},
+        {"add": {"req": "d", "prompt": 9, "max_tokens": 1}},
+        {"lookup-only": "d"},
+        {"abort": "d"},
+        {"add": {"req": "e", "prompt": {"of": "c", "outputs": True, "then": 1}, "reloads": "c"}},
+        {"lookup-only": "e"},
+        {"abort": "e"},
+    ]
+    found = outcome(mended(steps), target_of("fenced"), SPEC, tmp_path / "run", strict=True)
+    assert found.error is None and found.failures == []
