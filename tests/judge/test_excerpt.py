@@ -92,7 +92,7 @@ def block(op: str, number: int, ref: int, owner: str | None = None) -> Event:
 
 
 def finished(req: str, *table: int) -> Event:
-    return {"kind": "req.finished", "req": req, "tables": [[4, 0, list(table)]]}
+    return {"kind": "req.finished", "req": req, "tables": [[4, 0, list(table), 0]]}
 
 
 def test_requests_of_the_engine_and_those_kept_alive() -> None:
