@@ -226,7 +226,6 @@ class Own(_WithConnector):
                     connector.finish_forward()
                 if not has_sync_loads(output):
                     self._load(arguments)
-                worker.copy_states()
                 defer = self.speculative and self.runner == "v1"
                 collected = self._collect(output, defer=defer)
                 result = worker.sample()
@@ -246,9 +245,6 @@ class Own(_WithConnector):
 
     def attention(self, name: str) -> None:
         """Run one layer: load, attend, save. Changes the KV cache."""
-        if self.worker.is_recurrent(name):
-            self.worker.attend(name)
-            return
         metadata = get_forward_context().attn_metadata[name]
         self.connector.wait_for_layer_load(name)
         self.worker.attend(name)

@@ -254,21 +254,13 @@ class Worker:
             (row, group.first_read(row.start), row.start if recurrent else row.known)
             for row in self.rows
         ]
-        source: np.ndarray | slice = slice(None)
         if recurrent:
-            columns = [
-                row.state.tables[number][row.state_before(group.block_size)] if hi > lo else None
+            blocks = [
+                row.state.tables[number][row.state_before(group.block_size)]
                 for row, lo, hi in spans
+                if hi > lo
             ]
-            slots = np.array([each for each in columns if each is not None], dtype=np.int64)
-            slots *= stride
-            tops = np.cumsum([row.count for row in self.rows])
-            source = np.concatenate(
-                [
-                    np.arange(top - 1 - row.drafts, top)
-                    for row, top in zip(self.rows, tops, strict=True)
-                ]
-            )
+            slots = np.array(blocks, dtype=np.int64) * stride
         else:
             slots = np.concatenate(
                 [
@@ -278,7 +270,7 @@ class Worker:
             )
         return Reads(
             written=np.concatenate([row.by_group[number] for row in self.rows]),
-            source=source,
+            source=self._states() if recurrent else slice(None),
             slots=slots,
             expected=Content(
                 lambda: np.concatenate([row.state.chain.array(lo, hi) for row, lo, hi in spans]),
@@ -288,6 +280,13 @@ class Worker:
             ),
             ends=np.cumsum([hi - lo for _, lo, hi in spans]),
             tops=[hi for _, _, hi in spans],
+        )
+
+    def _states(self) -> np.ndarray:
+        """Return the step's tokens that have a state of their own: the drafts, and one before."""
+        tops = np.cumsum([row.count for row in self.rows])
+        return np.concatenate(
+            [np.arange(top - 1 - row.drafts, top) for row, top in zip(self.rows, tops, strict=True)]
         )
 
     def attention_metadata(self) -> tuple[dict[str, Any], dict[str, Any]]:

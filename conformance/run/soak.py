@@ -170,9 +170,7 @@ def _rested(driver: Driven) -> dict[str, Census]:
 def _settled(driver: Driven) -> dict[str, Census]:
     """Return what is held when nothing is under way, as far as threads come to an end soon."""
     driver.settle(IDLE)
-    works_aside = (
-        alive.works_aside()
-    )  # asked first: what a thread ends now, it has held in the census
+    works_aside = alive.works_aside()  # a thread may end during the census, which counts it
     found, still = _censuses(driver), 0
     for _ in range(MOST_PAUSES if works_aside else 0):
         time.sleep(PAUSE)
