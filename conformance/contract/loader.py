@@ -235,6 +235,8 @@ def _add_own(spec: Spec, cases: Sequence[str], live: bool) -> None:
     """Add cases from files of the user's own to the specification."""
     loader = _Loader(Cache(enabled=False), spec)
     for name in cases:
+        if Path(name).is_dir():
+            raise UsageError(f"case {name} is a directory; name a file in it")
         try:
             text = Path(name).read_text(encoding="utf-8")
         except UnicodeDecodeError:

@@ -68,6 +68,8 @@ def test_an_id_that_the_suite_has_is_refused(mine: Path) -> None:
 def test_no_file_and_shards_are_told_in_a_sentence(mine: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         load_spec(cases=[str(mine.parent / "none.yaml")])
+    with pytest.raises(UsageError, match="is a directory; name a file in it"):
+        load_spec(cases=[str(mine.parent)])
     mine.with_name("binary.yaml").write_bytes(b"\xbe\xff")
     with pytest.raises(UsageError, match=r"cannot be read: it is not UTF-8 text$"):
         load_spec(cases=[str(mine.with_name("binary.yaml"))])
