@@ -116,9 +116,9 @@ class Row:
     last tokens. `samples`: whether the row reaches the end of the known tokens. `before`: the end
     of the final KV before the step. `newest`: see WorkerRequest.
 
-    The states are where vLLM has them (v1/worker/mamba_utils.py): the one behind the last token that
-    is no draft in the column of the step's last token, and behind each draft in the next column.
-    When the drafts are verified, the one at the end of a full block is copied to that block.
+    The states are where vLLM has them (v1/worker/mamba_utils.py): the one behind the last token
+    that is no draft in the column of the step's last token, and behind each draft in the next
+    column. When the drafts are verified, the one at the end of a full block is copied there.
     """
 
     state: WorkerRequest
