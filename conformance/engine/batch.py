@@ -184,6 +184,8 @@ class Batch:
         self.lookup = lookup
         self.sizes = [group.block_size for group in groups] or [block_size]
         self.recurrent = [group.recurrent for group in groups] or [False]
+        # Tokens per block of recurrent layers, which all have the same.
+        self._state_size = next((group.block_size for group in groups if group.recurrent), None)
         self.requests: dict[str, WorkerRequest] = {}
 
     def update(self, output: Any) -> None:
@@ -297,7 +299,7 @@ class Batch:
                 slots.append(np.array(table[column : column + 1 + drafts], dtype=np.int64) * stride)
             else:
                 slots.append(slots_of(table, start, end, size, stride))
-        return Row(
+        row = Row(
             state,
             start,
             count,
@@ -309,6 +311,9 @@ class Batch:
             before=state.valid_end,
             newest=state.newest,
         )
+        if self._state_size is not None:
+            state.newest = row.last_state(self._state_size)
+        return row
 
 
 def _last_column(end: int, size: int) -> int:

@@ -114,7 +114,7 @@ def build(
         if len(ranks.members) > 1:
             reports = RankReports(trace, connector, len(ranks.members), count, siblings=siblings)
     observer = Observer(trace, probe, memory, view, private=(str(tmp), run_id(tmp)))
-    if variant.engine == "vllm":
+    if len(variant.case.config.groups) > 1:  # one group's hit cannot diverge
         observer.local_hits = LocalHits(view.scheduler.kv_cache_manager)
     ledger = Ledger(trace, view, observer, is_async=variant.scheduling == "async")
     executor = Executor(

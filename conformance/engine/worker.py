@@ -392,11 +392,11 @@ class Worker:
             self._update(layer, number)
 
     def _judge(self, layer: int, reads: Reads, found: torch.Tensor) -> None:
-        wrong = np.flatnonzero(found.cpu().numpy())
+        wrong = found.cpu().numpy()
         if self.cache.tolerance:
-            self._restore(layer, reads, found.cpu().numpy())
+            self._restore(layer, reads, wrong)
         by_row: dict[int, list[int]] = {}
-        for index in wrong.tolist():
+        for index in np.flatnonzero(wrong).tolist():
             number = int(np.searchsorted(reads.ends, index, side="right"))
             by_row.setdefault(number, []).append(index)
         for number, indices in by_row.items():
@@ -490,9 +490,6 @@ class Worker:
             corrupt = self._corruption.get(chain.req, 0)
             ids.append(chain.req)
             state.valid_end = row.known
-            for group in self.cache.groups:
-                if group.recurrent:
-                    state.newest = row.last_state(group.block_size)
             end = len(chain.ids)
             self.trace.emit(
                 "kv.computed",

@@ -228,7 +228,8 @@ Tables = Callable[[], dict[str, list[int]]]
 class Wrong:
     """A wrong slot that was read; it is kept until the step's load failures are known.
 
-    `via`, `transfer`, `sync`: what had filled it. A recurrent layer fills it anew in the same step.
+    `via`, `transfer` and `sync` are the fields of kv.wrong that say what the slot had been filled
+    by when it was read. A recurrent layer overwrites the slot later in the same step.
     """
 
     layer: int

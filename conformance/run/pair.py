@@ -12,7 +12,7 @@ import dataclasses
 import gc
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -411,19 +411,19 @@ class PairDriver(Driver):
 
     def settle(self, steps: int) -> None:
         """Iterate until nothing is left to do, then do steps without work on each engine."""
-        here = self.trace.on or ""
         self.run_dry()
-        for name in self.engines:
-            self._turn_to(name)
-            self.idle(steps)
-        self._turn_to(here)
+        self._on_each(self.engines, lambda: self.idle(steps))
 
     def _rest(self) -> None:
         """Do steps without work on each engine that has no requests: any of them may be storing."""
+        self._on_each(self.engines, super()._rest)
+
+    def _on_each(self, names: Iterable[str], do: Callable[[], object]) -> None:
+        """Do something on each of these engines, and turn back to the one in use."""
         here = self.trace.on or ""
-        for name in self.engines:
+        for name in names:
             self._turn_to(name)
-            super()._rest()
+            do()
         self._turn_to(here)
 
     def _iterate_until(self, over: Callable[[], bool], limit: int | None = None) -> None:
@@ -437,14 +437,14 @@ class PairDriver(Driver):
         An engine does that by itself: it steps once more when a request has finished, and only then
         do its workers know what is offered.
         """
-        here = self.trace.on or ""
         for _ in range(count):
             super()._step(1)
-            for name, engine in self.engines.items():
-                if name != here and engine.scheduler.has_finished_requests():
-                    self._turn_to(name)
-                    engine.iterate()
-            self._turn_to(here)
+            due = [
+                name
+                for name, engine in self.engines.items()
+                if engine is not self.engine and engine.scheduler.has_finished_requests()
+            ]
+            self._on_each(due, lambda: self.engine.iterate())
 
     def _iterate(self) -> None:
         for name in [name for name, engine in self.engines.items() if engine.busy]:

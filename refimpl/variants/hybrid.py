@@ -270,12 +270,13 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
         vLLM calls these for attention only.
         """
         super().start_load_kv(forward_context, **kwargs)
+        if not self.options.layerwise:
+            return
         recurrent = {part.number for part in self._parts if part.recurrent}
         layers = [name for name in self._layers if self._number[name] in recurrent]
-        if self.options.layerwise and layers:
-            for load in self._metadata().loads:
-                if not load.is_async:
-                    self._load(load, layers)
+        for load in self._metadata().loads:
+            if layers and not load.is_async:
+                self._load(load, layers)
 
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         mine = tuple(

@@ -78,8 +78,7 @@ class HybridPeer(Peer, SupportsHMA):
         del request._all_token_ids[-1]
         request.num_prompt_tokens -= 1
         request.max_tokens = 1
-        if request.num_prompt_tokens % self._size == self._size - 1:
-            request.block_hashes = request.block_hashes[: request.num_prompt_tokens // self._size]
+        request.block_hashes = request.block_hashes[: request.num_prompt_tokens // self._size]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         planned = len(self._pulls)
