@@ -37,6 +37,7 @@ from kvconform.execute.work import Calls
 from kvconform.explore.draw import drawn
 from kvconform.explore.workload import text_of
 from kvconform.files import scratch_root
+from kvconform.session.gateways import reseeded_server
 
 HANGS = 30.0
 """Seconds after which a hook counts as one that never returns."""
@@ -238,7 +239,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _results(turns: Iterable[Turn], where: Choice, jobs: int | None, end: float) -> Iterator[Batch]:
     """Yield the outcomes of the batches, in their order, until one was given up at the `end`."""
-    with executor(where, Calls(run), "correct", jobs, end) as workers:
+    with (
+        reseeded_server(os.environ, late=True),
+        executor(where, Calls(run), "correct", jobs, end) as workers,
+    ):
         for number, (turn, batch) in enumerate(workers.run(turns)):
             if turn.number != number:
                 return  # a later run makes the batches in between

@@ -33,6 +33,7 @@ from kvconform.files import check_writable, scratch_root
 from kvconform.process.scratch import temporary
 from kvconform.report.causes import run_of
 from kvconform.report.layout import make_console, paragraph
+from kvconform.session.gateways import environment_of, reseeded_server, unfit
 from kvconform.words import many
 
 LIMIT = 12
@@ -155,7 +156,7 @@ def run(
         workers = where.workers(given, settings.workers)
         pool = Pool(settings, scratch, workers, end, where, guided=chosen.guided)
         try:
-            with pool:
+            with _other_hash_seed(settings), pool:
                 _campaign(pool, console, campaign, workloads, written, count=count, tries=tries)
         except KeyboardInterrupt:
             interrupted = True
@@ -170,6 +171,13 @@ def run(
     if campaign.errors:
         return 3
     return 0 if campaign.judged else 1
+
+
+def _other_hash_seed(settings: Settings) -> contextlib.AbstractContextManager[None]:
+    """Have runs with another hash seed forked; where that is unsafe, each is an interpreter."""
+    if unfit(settings) is not None:
+        return contextlib.nullcontext()
+    return reseeded_server(environment_of(settings), late=True)
 
 
 def _campaign(

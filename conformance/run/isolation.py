@@ -45,9 +45,8 @@ OTHER_SEED = "4242"
 RESEEDED = "KVCONFORM_RESEEDED"
 """Environment variable: the socket of a process that has OTHER_SEED and forks for runs.
 
-kvconform.session.gateways starts it where runs are to come that need another hash seed, and the
-server of `watch` when the first is made; those that may have any seed use it, too. Without it, or
-if it is gone, each has a new interpreter, which imports vLLM.
+kvconform.session.gateways starts it. Runs that may have any seed use it, too. Without it, or if it
+is gone, each such run has a new interpreter, which imports vLLM.
 """
 LIMIT = 120.0
 HOOKS = 6

@@ -179,7 +179,7 @@ def private_server(settings: Settings, log: Path) -> Iterator[socket.socket]:
     with ours, log.open("wb") as output:
         with theirs:
             environment = findable(environment_of(settings), sys.path)
-            process = start_server("kvconform.session.warm", theirs, environment, output)
+            process = _start_server("kvconform.session.warm", theirs, environment, output)
         try:
             yield ours
         finally:
@@ -188,19 +188,22 @@ def private_server(settings: Settings, log: Path) -> Iterator[socket.socket]:
 
 
 @contextlib.contextmanager
-def reseeded_server(settings: Settings, log: Path) -> Iterator[None]:
+def reseeded_server(
+    environment: Mapping[str, str], output: IO[bytes] | None = None, *, late: bool = False
+) -> Iterator[None]:
     """Start a process that forks for the runs with another hash seed; end it afterwards.
 
-    It imports vLLM while the process of `private_server` does, which leaves a core idle. Until the
-    end, RESEEDED leads the workers to it. Its output goes to `log`.
+    It imports vLLM while other processes do, or, if `late`, for the first such run. Until the end,
+    RESEEDED leads this process and those that it starts there. `output`: None: this process's.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with scratch.temporary("reseeded") as folder, log.open("wb") as output:
+    with scratch.temporary("reseeded") as folder:
         place = str(folder / "socket")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(place)
             listener.listen()
-            process = start_reseeded(listener, findable(environment_of(settings), sys.path), output)
+            known = findable({**environment, HASH_SEED: OTHER_SEED}, sys.path)
+            options = ["--late"] if late else []
+            process = _start_server("kvconform.session.reseeded", listener, known, output, *options)
         try:
             with patch.dict(os.environ, {RESEEDED: place}):
                 yield
@@ -209,26 +212,19 @@ def reseeded_server(settings: Settings, log: Path) -> Iterator[None]:
             process.wait()
 
 
-def start_reseeded(
-    listener: socket.socket, environment: Mapping[str, str], output: IO[bytes] | None = None
-) -> subprocess.Popen[bytes]:
-    """Start the process that forks for runs with another hash seed, as `start_server` does."""
-    own = {**environment, HASH_SEED: OTHER_SEED}
-    return start_server("kvconform.session.reseeded", listener, own, output)
-
-
-def start_server(
+def _start_server(
     module: str,
     end: socket.socket,
     environment: Mapping[str, str],
     output: IO[bytes] | None,
+    *options: str,
 ) -> subprocess.Popen[bytes]:
     """Start a module that serves at a socket, in this environment.
 
     Its output goes to `output`; None: to this process's.
     """
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, str(end.fileno())],
+        [sys.executable, "-P", "-m", module, str(end.fileno()), *options],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,

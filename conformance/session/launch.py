@@ -27,6 +27,7 @@ from kvconform.report.terminal import make_console
 from kvconform.run.isolation import needs_another_seed
 from kvconform.session.controller import INTERRUPTS, Controller, Listener
 from kvconform.session.gateways import (
+    environment_of,
     forked_workers,
     private_server,
     reseeded_server,
@@ -145,9 +146,8 @@ def _source_of_workers(controller: Controller, channel: socket.socket | None) ->
                     server()
                     variants = controller.collector.selection.variants
                     if HASH_SEED not in settings.env and any(map(needs_another_seed, variants)):
-                        stack.enter_context(
-                            reseeded_server(settings, log.with_name("reseeded.log"))
-                        )
+                        output = stack.enter_context(log.with_name("reseeded.log").open("wb"))
+                        stack.enter_context(reseeded_server(environment_of(settings), output))
             with forked_workers(server):
                 yield
 

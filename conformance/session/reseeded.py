@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process with another hash seed that forks for runs, so that none of them imports vLLM.
 
-`python -m kvconform.session.reseeded DESCRIPTOR` listens at a socket that it inherits.
-kvconform.run.isolation asks for the runs. It ends with the process that started it.
+`python -m kvconform.session.reseeded DESCRIPTOR` listens at a socket that it inherits; with
+`--late`, it imports vLLM when the first run is asked for. kvconform.run.isolation asks for the
+runs. The process ends with the one that started it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -56,14 +58,20 @@ class Reseeded(Warm):
         child.main(Path(message["folder"]))
 
 
-def main(descriptor: int) -> None:
-    """Import vLLM, and answer the requests that come meanwhile and later."""
+def main(descriptor: int, *, late: bool) -> None:
+    """Import vLLM, and answer the requests that come meanwhile and later.
+
+    `late`: wait with the import for the first request.
+    """
     dies_with_parent()
+    listener = socket.socket(fileno=descriptor)
+    if late:
+        select.select([listener], [], [])
     server = Reseeded()
     server.warm()
     server.settle()
-    server.listen(socket.socket(fileno=descriptor))
+    server.listen(listener)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), late="--late" in sys.argv)

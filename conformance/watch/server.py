@@ -10,16 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from kvconform.process import scratch, wire
+from kvconform.process import wire
 from kvconform.process.wire import Message
 from kvconform.run.isolation import RESEEDED
-from kvconform.session.gateways import start_reseeded
+from kvconform.session.gateways import reseeded_server
 from kvconform.session.warm import Warm
 from kvconform.watch.forked import control, peek
 from kvconform.watch.imported import Imported
@@ -40,9 +38,8 @@ MODULES = (
 class Server(Warm):
     """Listens on a socket and forks; one instance a process.
 
-    `path`: the socket. `idle`: seconds without a run after which it ends. There is a second socket,
-    for the runs that need another hash seed. When the first is made, a process with that seed is
-    started, which forks for them, and ends with the server.
+    `path`: the socket. `idle`: seconds without a run after which it ends. A process of its own forks
+    for the runs that need another hash seed.
     """
 
     def __init__(self, path: Path, idle: float) -> None:
@@ -53,7 +50,6 @@ class Server(Warm):
         self._imported: Imported
         self._stale: str | None = None
         self._last = time.monotonic()
-        self._reseeded: subprocess.Popen[bytes] | None = None
 
     def remember(self) -> None:
         """Compare what is imported now with the files before each run."""
@@ -67,36 +63,13 @@ class Server(Warm):
         self._inode = self._path.stat().st_ino
         self._last = time.monotonic()  # importing vLLM was no idle time
         self.wait_for(listener, lambda: self.accept(listener, self._answer))
-        with self._second_socket():
+        with reseeded_server(os.environ, late=True):
+            self.environment[RESEEDED] = os.environ[RESEEDED]
             self.serve(min(5.0, self._idle))
         if self._owns_path():
             self._path.unlink(missing_ok=True)
             self._path.with_suffix(".log").unlink(missing_ok=True)
         listener.close()
-
-    @contextlib.contextmanager
-    def _second_socket(self) -> Iterator[None]:
-        """Listen for the runs that need another hash seed, and lead the workers there."""
-        with scratch.temporary("reseeded") as folder:
-            listener = _listen(folder / "socket")
-            self.environment[RESEEDED] = str(folder / "socket")
-            self.wait_for(listener, lambda: self._start_reseeded(listener))
-            try:
-                yield
-            finally:
-                listener.close()
-                if self._reseeded is not None:
-                    self._reseeded.kill()
-                    self._reseeded.wait()
-
-    def _start_reseeded(self, listener: socket.socket) -> None:
-        """Start the process that answers at the second socket from now on.
-
-        Once it has ended, nothing answers there, and such runs are new interpreters.
-        """
-        self._selector.unregister(listener)
-        with listener:
-            self._reseeded = start_reseeded(listener, os.environ)
 
     def is_over(self) -> bool:
         """Return whether the server is not used, and is idle, stale or replaced."""

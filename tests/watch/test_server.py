@@ -171,6 +171,11 @@ def reseeded(project: Project) -> list[psutil.Process]:
     return [each for each in mine if "kvconform.session.reseeded" in (each.info["cmdline"] or ())]
 
 
+def has_imported(process: psutil.Process) -> bool:
+    """Return whether a process has torch in its memory, and so vLLM."""
+    return any("libtorch" in each.path for each in process.memory_maps())
+
+
 @pytest.mark.long
 def test_runs_with_another_hash_seed_share_a_process(mine: Project) -> None:
     births = mine.folder / "births"
@@ -182,13 +187,15 @@ with open({str(births)!r}, "a") as file:
 {RIGHT}"""
     )
     settings = mine.settings.model_copy(update={"select": ["lifecycle.restart-interpreter"]})
-    assert reseeded(mine) == []
-    counts, processes = [0], set()
+    [process] = reseeded(mine)
+    assert not has_imported(process), "there was no such run yet"
+    counts, processes = [0], {process.pid}
     for _ in range(2):
         assert client.run_if_warm(settings) == 0
         [process] = reseeded(mine)
         processes.add(process.pid)
         counts.append(births.read_text().splitlines().count(f"{process.pid} None"))
+    assert has_imported(process)
     assert len(processes) == 1 and counts[0] < counts[1] < counts[2]
     process.kill()
     process.wait()
