@@ -121,9 +121,16 @@ class RankReports:
             return False
         way, req = key
         later = [e for e in self._trace.events[since:] if e.get("req") == req]
-        if way == "send" and self._siblings and any(e["kind"] == "req.finished" for e in later):
-            return False  # a sibling may hold its blocks
+        if self._siblings and any(_may_be_a_siblings(e, way) for e in later):
+            return False
         return not any(e["kind"] == "hold" and e["direction"] == way for e in later)
+
+
+def _may_be_a_siblings(event: dict[str, Any], way: str) -> bool:
+    """Return whether a sibling may send, or load, for a request from this event on."""
+    if way == "send":
+        return bool(event["kind"] == "req.finished")
+    return bool(event["kind"] == "alloc" and event["claimed"] == 0)
 
 
 _FIELDS = {"send": "finished_sending", "recv": "finished_recving"}

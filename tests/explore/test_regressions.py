@@ -388,3 +388,26 @@ def test_a_saver_that_is_polled_has_steps_after_an_abort(tmp_path: Path) -> None
     ]
     found = outcome(mended(steps), target_of("fenced"), SPEC, tmp_path / "run", strict=True)
     assert found.error is None and found.failures == []
+
+
+def test_a_sibling_loads_after_a_load_that_has_failed(tmp_path: Path) -> None:
+    """`ranks.no-more-report` was wrongly reported: what a sibling is granted is no hold."""
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 48, "max_tokens": 9}},
+        {"step": 1},
+        {"land": 1},
+        {"abort": "a"},
+        {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 2}},
+        {"run": {}},
+    ]
+    config = {
+        "block_size": 16,
+        "budget": 17,
+        "prefix_caching": False,
+        "multi": ["self", "fetcher"],
+        "tensor_parallel": 2,
+    }
+    workload = mended(steps, "vllm", config=config)
+    found = outcome(workload, target_of("foresees-failures"), SPEC, tmp_path / "run", strict=True)
+    assert found.error is None and found.failures == []
+    assert "load" in found.reached
