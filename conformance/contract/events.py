@@ -847,11 +847,11 @@ _kind(
 _kind(
     "cache.size",
     "cache",
-    "level:str bytes:int on_disk:int? kv:int fresh:bool block:int",
+    "level:str bytes:int on_disk:int? kv:int fresh:bool block:int quantised:bool",
     "The size of a level at that time: bytes = what it reports; on_disk = that of the files in its "
     "directory (None: it has none); kv = bytes in the engine of all different KV that the run "
     "computed, on all ranks; fresh = the level was empty when the engine started; block = tokens "
-    "per block.",
+    "per block; quantised = the engine has one byte per value.",
 )
 
 # -- engine `live`: only a run of the complete vLLM has these

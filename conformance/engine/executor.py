@@ -76,7 +76,12 @@ class Executor:
         if shows_cache(self.inspector):
             requests = view.scheduler.requests
             self.cache = CacheObserver(
-                trace, self.inspector, requests, variant.block_size, self._kv_bytes
+                trace,
+                self.inspector,
+                requests,
+                variant.block_size,
+                self._kv_bytes,
+                quantised=self.ranks.members[0].cache.dtype.itemsize == 1,
             )
 
     @property

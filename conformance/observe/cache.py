@@ -82,7 +82,7 @@ class CacheObserver:
     """Emits the events cache.lookup, .loaded, .reached, .state, .ended and .size. Changes nothing.
 
     `requests`: the engine's requests by id. `block_size`: in tokens. `kv_bytes` returns how large
-    the KV is that the engines of the run have computed.
+    the KV is that the engines of the run have computed. `quantised`: it has one byte per value.
     """
 
     def __init__(
@@ -92,6 +92,8 @@ class CacheObserver:
         requests: Mapping[str, Any],
         block_size: int,
         kv_bytes: Callable[[], int],
+        *,
+        quantised: bool = False,
     ) -> None:
         self.trace = trace
         self._inspector = inspector
@@ -108,6 +110,7 @@ class CacheObserver:
         # Of each level the lookups that it had more for than the faster ones; see cache.reached.
         self._chances: dict[int, list[dict[str, Any]]] = {}
         self._kv_bytes = kv_bytes
+        self._quantised = quantised
         # Levels that had something when the engine started.
         self._used = {size["name"] for size in self._sizes() if size["bytes"]}
 
@@ -264,6 +267,7 @@ class CacheObserver:
                 kv=self._kv_bytes(),
                 fresh=size["name"] not in self._used,
                 block=self._block_size,
+                quantised=self._quantised,
             )
 
     def _measured(self) -> list[tuple[Mapping[str, Any], int | None]]:

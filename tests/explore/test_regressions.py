@@ -411,3 +411,22 @@ def test_a_sibling_loads_after_a_load_that_has_failed(tmp_path: Path) -> None:
     found = outcome(workload, target_of("foresees-failures"), SPEC, tmp_path / "run", strict=True)
     assert found.error is None and found.failures == []
     assert "load" in found.reached
+
+
+def test_eight_bits_save_nothing_where_the_engine_has_no_more(tmp_path: Path) -> None:
+    """`lossy.smaller` was wrongly reported."""
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 32, "max_tokens": 1}},
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "b", "prompt": {"of": "a", "then": 2}, "max_tokens": 1}},
+        {"run": {}},
+    ]
+    found = {}
+    for dtype in ("fp8", "auto"):
+        workload = mended(steps, "vllm", config={"block_size": 16, "cache_dtype": dtype})
+        found[dtype] = outcome(workload, target_of("int8"), SPEC, tmp_path / dtype, strict=True)
+        assert found[dtype].error is None and found[dtype].failures == []
+        assert "load" in found[dtype].reached
+    exercised = [{what for what, _ in each.pairs} for each in found.values()]
+    assert ["lossy.smaller" in each for each in exercised] == [False, True]
