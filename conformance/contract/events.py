@@ -901,10 +901,11 @@ _kind(
     "live.entered",
     "live",
     "req:str sent:str entrypoint:str salt:str? sent_salt:str? adapter:str? sent_adapter:str? "
-    "weights:str? sent_weights:str? prompt:str sent_prompt:str",
+    "weights:str? sent_weights:str? image:str? sent_image:str? prompt:str sent_prompt:str",
     "A request that was sent to the API server has reached the scheduler. sent = the client's "
-    "name of it; of cache salt, adapter, the adapter's weights and the prompt: what the engine "
-    "has, and (sent_) what the client asked for.",
+    "name of it; of cache salt, adapter, the adapter's weights, image and prompt: what the engine "
+    "has, and (sent_) what the client asked for. An image goes by the first one that the client "
+    "sent of those with its identifier.",
 )
 
 
@@ -919,7 +920,7 @@ def loses_entries(event: Mapping[str, Any]) -> bool:
 
 def altered_in_entry(event: Mapping[str, Any]) -> list[str]:
     """Return the fields of a live.entered event in which the engine has not what was sent."""
-    names = ("salt", "adapter", "weights", "prompt")
+    names = ("salt", "adapter", "weights", "image", "prompt")
     return [name for name in names if event[name] != event[f"sent_{name}"]]
 
 

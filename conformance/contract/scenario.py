@@ -239,8 +239,7 @@ class Request(Model):
     )
     image: Label | None = Field(
         default=None,
-        description="content of an image in front of the prompt; the model of engine live takes "
-        "none, so the scenario is UNSUPPORTED",
+        description="content of an image in front of the prompt (entrypoint chat)",
     )
 
     @property
@@ -368,6 +367,8 @@ class Scenario(Model):
                 raise ValueError(f"two versions of adapter {name!r} at the same time")
             if request.embeds and (request.shared or self.entrypoint != "completions"):
                 raise ValueError("`embeds` needs entrypoint completions, and no `shared` tokens")
+            if request.image and self.entrypoint != "chat":
+                raise ValueError("`image` needs entrypoint chat")
 
     @cached_property
     def needs_expr(self) -> Expression:
@@ -402,13 +403,6 @@ class Scenario(Model):
     def unmet(self, caps: dict[str, Any]) -> str | None:
         """Return the condition that these capabilities do not meet; None if they suit it."""
         return None if self.needs_expr.bind(caps)({}) else self.needs_expr.source
-
-    @property
-    def other_model(self) -> str | None:
-        """What kind of model it needs instead of the engine's; None if the tiny Llama will do."""
-        if any(request.image for request in self.requests):
-            return "a model that takes images; the tiny Llama of engine live reads text only"
-        return None
 
     def variants(
         self,

@@ -660,6 +660,7 @@ _ASKED = {
     "salt": "cache salt",
     "adapter": "LoRA adapter",
     "weights": "adapter's weights",
+    "image": "image",
     "prompt": "prompt",
 }
 """What the fields of a live.entered event are, in words."""

@@ -11,13 +11,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from kvconform.compat.installed import check_vllm
 from kvconform.contract.scenario import Start
-from kvconform.fixtures.tiny_llama import make
+from kvconform.fixtures import tiny_blip, tiny_llama
 from kvconform.live.engine import make_run
 from kvconform.live.job import Outcome, Play
 
@@ -38,10 +38,11 @@ class Plains:
         self.folder = folder
         self.vllm = vllm
 
-    @property
-    def model(self) -> Path:
-        """The tiny model's directory."""
-        return make(self.folder / "tiny-llama")
+    def model(self, plays: Iterable[Play] = ()) -> Path:
+        """Return the directory of the tiny model, or of the one that the images in `plays` need."""
+        if any(ask.image for play in plays for ask in play.asks):
+            return tiny_blip.make(self.folder / "tiny-blip")
+        return tiny_llama.make(self.folder / "tiny-llama")
 
     def get(self, plays: list[Play], start: Start = PLAIN) -> tuple[Outcome, Path]:
         """Return what vLLM answers without a connector, and the file of its KV (the book).
@@ -60,7 +61,9 @@ class Plains:
     def _make(self, start: Start, plays: list[Play], here: Path, done: Path) -> None:
         """Make a baseline run below `here`. The file `done` appears once the run is complete."""
         shutil.rmtree(here / "run", ignore_errors=True)
-        made = make_run(start, plays, None, tmp=here / "run", model=self.model, book=here / "book")
+        made = make_run(
+            start, plays, None, tmp=here / "run", model=self.model(plays), book=here / "book"
+        )
         if not made.outcome.ended:
             if made.outcome.error:
                 why = made.outcome.error["text"]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from kvconform.contract.scenario import MAX_MODEL_LEN
-from kvconform.fixtures import tiny_tokenizer
+from kvconform.fixtures import tiny_blip, tiny_tokenizer
 from kvconform.live.job import Ask, Job
 from kvconform.live.state import digest
 
@@ -55,7 +55,7 @@ def body(ask: Ask) -> dict[str, Any]:
     if ask.salt is not None:
         found["cache_salt"] = ask.salt
     if ask.entrypoint == "chat":
-        found["messages"] = [{"role": "user", "content": tiny_tokenizer.text(ask.tokens)}]
+        found["messages"] = [{"role": "user", "content": _content(ask)}]
         found["logprobs"] = True
         found["top_logprobs"] = 2
         return found
@@ -67,6 +67,17 @@ def body(ask: Ask) -> dict[str, Any]:
         torch.save(embeddings(ask.embeds, len(ask.tokens)), file)
         found["prompt_embeds"] = base64.b64encode(file.getvalue()).decode()
     return found
+
+
+def _content(ask: Ask) -> str | list[dict[str, Any]]:
+    """Return the content of a chat message: the words, and the image in front of them."""
+    text = tiny_tokenizer.text(ask.words)
+    if ask.image is None:
+        return text
+    file = io.BytesIO()
+    tiny_blip.pixels(ask.image).save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
 
 
 def embeddings(content: str, count: int) -> torch.Tensor:
@@ -89,6 +100,8 @@ class Entries:
 
     def __init__(self, asks: Iterable[Ask] = ()) -> None:
         self.asks = {ask.id: ask for ask in asks if ask.entrypoint}
+        # The image that was the first to have an identifier, by the identifiers of a request.
+        self._images: dict[tuple[str, ...], str | None] = {}
 
     @classmethod
     def read(cls, path: str | None) -> Entries:
@@ -116,6 +129,7 @@ class Entries:
             return None
         lora = request.lora_request
         embeds = request.prompt_embeds
+        images = tuple(feature.identifier for feature in request.mm_features)
         prompt = list(request.all_token_ids)[: request.num_prompt_tokens]
         sent = None if ask.embeds is None else embeddings(ask.embeds, len(ask.tokens))
         return {
@@ -126,6 +140,8 @@ class Entries:
             "sent_salt": ask.salt,
             "adapter": None if lora is None else lora.lora_name,
             "sent_adapter": None if ask.lora is None else name_of(ask.lora),
+            "image": self._images.setdefault(images, ask.image) if images else None,
+            "sent_image": ask.image,
             "weights": None if lora is None else Path(lora.lora_path).name,
             "sent_weights": ask.lora,
             "prompt": prompt_of(prompt, embeds),

@@ -25,6 +25,7 @@ from kvconform.contract.scenario import (
     Scenario,
     Workload,
 )
+from kvconform.fixtures import tiny_blip
 
 JOB = "KVCONFORM_LIVE_JOB"
 """Environment variable: the file of the job, if its requests enter at the API server."""
@@ -50,7 +51,8 @@ class Ask(_Part):
     earlier request, followed by `tokens`. `out`: tokens wanted. `at`: step of arrival. `abort`:
     steps from its arrival until it is aborted. `entrypoint`: it is sent by HTTP, with its cache
     `salt`, to the adapter `lora`. `embeds`: the content of a prompt that is sent as embeddings;
-    `tokens` are zeros then, as in vLLM's requests.
+    `tokens` are zeros then, as in vLLM's requests. `image`: the content of an image, whose tokens
+    come first.
     """
 
     id: str
@@ -64,6 +66,12 @@ class Ask(_Part):
     salt: str | None = None
     lora: str | None = None
     embeds: str | None = None
+    image: str | None = None
+
+    @property
+    def words(self) -> list[int]:
+        """The token ids that the client sends as text: those behind an image."""
+        return self.tokens[tiny_blip.LENGTH :] if self.image else self.tokens
 
 
 def dtype() -> str:
@@ -320,6 +328,8 @@ def _requests(requests: Sequence[Request], seed: int, entrypoint: Entrypoint | N
         ]
         if request.embeds is not None:
             ids = [0] * len(ids)
+        if request.image is not None:
+            ids = [tiny_blip.IMAGE] * tiny_blip.LENGTH + ids
         parts[-1].append(
             Ask(
                 id=".".join((f"r{own}", *request.tenant)),
@@ -332,6 +342,7 @@ def _requests(requests: Sequence[Request], seed: int, entrypoint: Entrypoint | N
                 salt=request.salt,
                 lora=request.lora,
                 embeds=request.embeds,
+                image=request.image,
             )
         )
     return [

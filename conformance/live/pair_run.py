@@ -383,7 +383,7 @@ def run_pair(
     plain, book = known or plain_runs.get(asked(scenario, seed))
     tmp.mkdir(parents=True, exist_ok=True)
     pair = Pair(
-        target, scenario, plain, tmp=tmp, model=plain_runs.model, book=book, tolerances=tolerances
+        target, scenario, plain, tmp=tmp, model=plain_runs.model(), book=book, tolerances=tolerances
     )
     outcome, ended = pair.outcome(scenario.pair)
     if scenario.pair == "killed":

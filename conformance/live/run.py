@@ -81,7 +81,7 @@ def run_live(
         resolved(wanted, plain),
         target,
         tmp=tmp,
-        model=plain_runs.model,
+        model=plain_runs.model(wanted),
         book=book,
         fail=scenario.fail,
         on_failure=scenario.on_failure,

@@ -179,7 +179,10 @@ def arguments(job: Job, port: int) -> list[str]:
     start = job.start
     asks = [ask for play in job.plays for ask in play.asks]
     adapters = {ask.lora for ask in asks if ask.lora is not None}
-    tokenizer = tiny_tokenizer.make(Path(job.model).parent / "tiny-tokenizer")
+    shows_images = any(ask.image for ask in asks)
+    tokenizer = Path(job.model)  # a model that takes images has one
+    if not shows_images:
+        tokenizer = tiny_tokenizer.make(tokenizer.parent / "tiny-tokenizer")
     found = {
         "host": "127.0.0.1",
         "port": port,
@@ -208,6 +211,8 @@ def arguments(job: Job, port: int) -> list[str]:
     }
     if start["priority"]:
         found["scheduling-policy"] = "priority"
+    if shows_images:
+        found["limit-mm-per-prompt"] = json.dumps({"image": 1})
     if adapters:
         # One slot stays empty. In a batch with adapters, vLLM 0.32 computes requests without one
         # with the last slot's weights on a CPU (vllm-project/vllm#48421).

@@ -46,11 +46,7 @@ def make_live_runs(variant: Variant, target: Target, spec: Spec, *, seed: int, t
         )
     scenario = _scenario(variant)
     profile = live_profile(target, tmp.parent)
-    unmet = (
-        scenario.unmet(profile.caps)
-        or scenario.other_model
-        or lacking(scenario.faults, Servers.clearable())
-    )
+    unmet = scenario.unmet(profile.caps) or lacking(scenario.faults, Servers.clearable())
     if unmet is not None:
         return Runs(profile, refused=(Verdict.UNSUPPORTED, f"the scenario needs {unmet}"))
     try:

@@ -12,6 +12,7 @@ PROCESS_INPUTS = Target("vllm.v1.engine.input_processor:InputProcessor.process_i
 GET_ADAPTERS = Target("vllm.entrypoints.serve.engine.serving:BaseServing._maybe_get_adapters")
 RENDER_CHAT = Target(f"{SERVING}.chat_completion.serving:OpenAIServingChat.render_chat_request")
 LOAD_EMBEDS = Target("vllm.renderers.base:BaseRenderer._process_embeds")
+HASH_IMAGE = Target("vllm.multimodal.hasher:MultiModalHasher.hash_kwargs")
 _first_paths: dict[str, str] = {}
 
 
@@ -56,3 +57,10 @@ def rounds_embeddings(found: Any, *args: Any, **kwargs: Any) -> None:
 
     embeds = found["prompt_embeds"]
     found["prompt_embeds"] = embeds.to(torch.bfloat16).to(embeds.dtype)
+
+
+@HASH_IMAGE.replaced_by
+def takes_images_for_one(hashed: Any, *args: Any, **kwargs: Any) -> str:
+    """Give every image of a model the same identifier."""
+    kwargs.pop("image", None)
+    return str(hashed(*args, **kwargs))

@@ -18,7 +18,7 @@ from kvconform.contract.loader import load_spec
 from kvconform.contract.scenario import Scenario
 from kvconform.dev.defect import load_defects
 from kvconform.dev.defects import in_force_for
-from kvconform.fixtures import tiny_lora, tiny_tokenizer
+from kvconform.fixtures import tiny_blip, tiny_lora, tiny_tokenizer
 from kvconform.judge.describe import describe
 from kvconform.live.job import Answer, Ask, Counts, Outcome, PhaseDone, plays
 from kvconform.live.plugin import FAULT
@@ -37,14 +37,16 @@ ASKS = [
     Ask(id="r0.lora-ode@2", tokens=[5, 6, 7], out=4, entrypoint="completions", lora="ode@2"),
     Ask(id="r1.embeds-song", tokens=[0] * 40, out=4, entrypoint="completions", embeds="song"),
     Ask(id="r2.salt-red", tokens=[5, 6, 7], out=4, entrypoint="chat", salt="red"),
+    Ask(id="r3.image-cat", tokens=[512] * 4 + [5, 6], out=4, entrypoint="chat", image="cat"),
 ]
 IDS = [
     "cmpl-r0.salt-blue-0-8082d041",
     "cmpl-r0.lora-ode@2-0-8082d041",
     "cmpl-r1.embeds-song-0-8082d041",
     "chatcmpl-r2.salt-red-8082d041",
+    "chatcmpl-r3.image-cat-8082d041",
 ]
-SALTED, ADAPTED, EMBEDDED, CHATTED = range(4)
+SALTED, ADAPTED, EMBEDDED, CHATTED, SHOWN = range(5)
 
 
 def request(number: int, **other: Any) -> Any:
@@ -58,7 +60,7 @@ def request(number: int, **other: Any) -> Any:
         "prompt_embeds": ask.embeds and embeddings(ask.embeds, len(ask.tokens)),
         "all_token_ids": [*ask.tokens, 9],
         "num_prompt_tokens": len(ask.tokens),
-        "mm_features": [],
+        "mm_features": [SimpleNamespace(identifier=f"of {ask.image}")] if ask.image else [],
     }
     return SimpleNamespace(**fields | other)
 
@@ -86,6 +88,7 @@ SERVED = {"entrypoint": "completions", "start": {"processes": True}, "requests":
         ({"requests": [{"tail": 40, "abort": 2}]}, "abort"),
         ({"requests": [{"shared": 9, "embeds": "song"}]}, "shared"),
         ({"entrypoint": "chat", "requests": [{"tail": 9, "embeds": "song"}]}, "completions"),
+        ({"requests": [{"tail": 9, "image": "cat"}]}, "chat"),
         ({"requests": [{"tail": 40, "lora": "a/b"}]}, "lora"),
         ({"requests": [{"tail": 9, "lora": x} for x in ("ode", "ode@2")]}, "two versions"),
         ({"requests": [], "workload": "conversation"}, "needs `requests`"),
@@ -109,21 +112,28 @@ def test_tenants_send_the_same_tokens_under_names_of_their_own() -> None:
     assert all(ask.entrypoint == "completions" for ask in asks.values())
 
 
-def test_images_need_another_model() -> None:
-    image = SPEC.scenarios["live.entry-image"].other_model
-    assert image is not None and "images" in image
-    assert SPEC.scenarios["live.entry-salt"].other_model is None
+def test_the_tokens_of_an_image_precede_the_words() -> None:
+    cat, dog, red, alone = plays(SPEC.scenarios["live.entry-image"], None, 0)[0].asks
+    assert cat.tokens == dog.tokens == red.tokens == [tiny_blip.IMAGE] * 4 + alone.tokens
+    assert cat.words == alone.words == alone.tokens
+    assert {cat.image, dog.image, red.image} == {"cat", "dog"} and alone.image is None
 
 
 # -- what is sent
 def test_what_tells_requests_apart_is_sent() -> None:
-    salted, adapted, embedded, chatted = map(body, ASKS)
+    salted, adapted, embedded, chatted, shown = map(body, ASKS)
     assert (salted["cache_salt"], salted["prompt"], salted["model"]) == ("blue", [5, 6, 7], "tiny")
     assert adapted["model"] == "ode" and "cache_salt" not in adapted
     sent = torch.load(io.BytesIO(base64.b64decode(embedded["prompt_embeds"])), weights_only=True)
     assert torch.equal(sent, embeddings("song", 40)) and "prompt" not in embedded
     assert chatted["cache_salt"] == "red"
     assert chatted["messages"] == [{"role": "user", "content": "<t5> <t6> <t7>"}]
+    image, text = shown["messages"][0]["content"]
+    assert text == {"type": "text", "text": "<t5> <t6>"}
+    file = io.BytesIO(base64.b64decode(image["image_url"]["url"].partition(",")[2]))
+    from PIL import Image
+
+    assert Image.open(file).tobytes() == tiny_blip.pixels("cat").tobytes()
 
 
 def test_contents_differ_and_share_nothing() -> None:
@@ -186,6 +196,7 @@ def test_a_request_that_arrives_as_it_was_sent(number: int) -> None:
         ),
         (EMBEDDED, {"prompt_embeds": embeddings("speech", 40)}, ["prompt"]),
         (EMBEDDED, {"prompt_embeds": None}, ["prompt"]),
+        (SHOWN, {"mm_features": []}, ["image"]),
         (CHATTED, {"all_token_ids": [1, 5, 6, 7], "num_prompt_tokens": 4}, ["prompt"]),
     ],
 )
@@ -195,6 +206,22 @@ def test_what_is_lost_on_the_way_is_named(
     event = entered(number, **other)
     assert altered_in_entry(event) == lost
     assert ASKS[number].id in describe(event)
+
+
+def test_two_images_with_one_identifier_are_taken_for_the_first() -> None:
+    other = Ask(id="r3.image-dog", tokens=[512] * 4, out=4, entrypoint="chat", image="dog")
+    entries = Entries([*ASKS, other])
+    found = [
+        entries.fields(request(SHOWN, request_id=f"chatcmpl-{name}-8082d041", mm_features=[seen]))
+        for name, identifier in (
+            ("r3.image-cat", "a"),
+            ("r3.image-dog", "b"),
+            ("r3.image-dog", "a"),
+        )
+        for seen in [SimpleNamespace(identifier=identifier)]
+    ]
+    seen = [(each["image"], each["sent_image"]) for each in found if each is not None]
+    assert seen == [("cat", "cat"), ("dog", "dog"), ("cat", "dog")]
 
 
 def test_requests_of_others_are_not_ours() -> None:
