@@ -87,6 +87,12 @@ class Chapter:
         return sum(each.explored for each in self.results)
 
     @property
+    def days(self) -> str:
+        """When the mutants were judged: `on DAY`, or `from DAY to DAY`."""
+        days = sorted({each.date for each in self.results})
+        return f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}"
+
+    @property
     def sites(self) -> list[Site]:
         """The mutants that were judged."""
         return [each.site for each in self.results]

@@ -30,6 +30,7 @@ class Result:
     - `means`, `requirements`, `run`: what killed it. `explored`: it took a random workload.
     - `runs`: made before the decision; `reached`: runs of the original that execute the line.
       `left`: runs of the cases that a limit of time left out, so that a survivor met only a part.
+    - `date`: of the judging, as 2026-11-29.
     - `note`: why it is undecided, or what died.
     """
 
@@ -52,6 +53,7 @@ class Result:
     reached: int = 0
     left: int = 0
     seconds: float = 0.0
+    date: str = ""
     note: str = ""
     diff: list[str] = field(default_factory=list)
 

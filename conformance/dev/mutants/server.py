@@ -163,6 +163,7 @@ class Server:
             "survived",
             reached=len(reached),
             diff=mutation.diff(),
+            date=time.strftime("%Y-%m-%d"),
         )
         start = time.perf_counter()
         limit = SPARE + self.explore + 5 * sum(self.original.seconds.get(each, 0) for each in order)
