@@ -18,6 +18,13 @@ from kvconform.judge.verdict import rows_for, unreached
 
 LOADED = "load.complete-or-failed"
 """Requirement that is exercised whenever the engine relies on loaded KV."""
+KINDS = {
+    "state": "recurrent layers",
+    "sliding": "a sliding window",
+    "local": "chunked local attention",
+    "latent": "latent attention",
+}
+"""Kinds of KV cache groups in a case's configuration, in words."""
 EXIT_CODES = {"conformant": 0, "partial": 0, "nonconformant": 1, "error": 3}
 """Exit code per overall verdict."""
 
@@ -128,6 +135,13 @@ class Collector:
             found.stores_nothing = "store" in claims.claimed(self.capabilities, self.sources)
             if found.stores_nothing:
                 found.reasons.append("it says that it stores KV: can its store be reached?")
+        elif everything and _loaded(rows):
+            found.reasons += [
+                f"note: of models with {kind} it loaded no KV, so what it stores of them was not"
+                " judged"
+                for kind, part in self._by_kind(rows).items()
+                if any(row.exercised for row in part) and not _loaded(part)
+            ]
         profile = self.spec.profiles.get(self.settings.profile)
         if everything and self.capabilities and profile and not profile.suits(self.capabilities):
             if found.verdict == "conformant":
@@ -164,6 +178,15 @@ class Collector:
             requirement = self.spec.requirements[row.requirement]
             if self.reports[row.run].unmet and unreached(row, self.variants[row.run], requirement):
                 found.setdefault(row.requirement, []).append(row.run)
+        return found
+
+    def _by_kind(self, rows: Sequence[Row]) -> dict[str, list[Row]]:
+        """Return the rows of each kind of model that not every connector stores."""
+        found: dict[str, list[Row]] = {}
+        for row in rows:
+            case = self.spec.cases.get(row.case)
+            for kind in KINDS.keys() & (set(case.config.groups) if case is not None else ()):
+                found.setdefault(KINDS[kind], []).append(row)
         return found
 
     def exit_code(self, found: Aggregate) -> int:

@@ -22,7 +22,7 @@ from kvconform.contract.profile import Expected, Waiver
 from kvconform.judge.records import CaseReport, Verdict
 from kvconform.judge.verdict import rows_for
 from kvconform.report import causes, jsonl, statement, summary, terminal, timeline
-from kvconform.report.collector import LOADED, Collector
+from kvconform.report.collector import KINDS, LOADED, Collector
 from kvconform.report.html import page
 from kvconform.report.jsonl import FooterLine, HeaderLine
 
@@ -365,6 +365,26 @@ def test_a_profile_that_is_for_other_connectors_says_little(blends: bool, verdic
     assert any("profile blending is for connectors with" in each for each in found.reasons) is (
         not blends
     )
+
+
+@pytest.mark.parametrize("kinds", [{"state"}, {"sliding"}, set()])
+def test_a_kind_of_model_of_which_nothing_is_loaded_is_named(kinds: set[str]) -> None:
+    """Whether what is stored of it comes back is otherwise judged by what came back before."""
+    selection = select(SPEC, Settings(connector="pkg.mod:Conn"), "0.32.0")
+    collector = Collector(SPEC, Settings(connector="pkg.mod:Conn"), selection, "0.32.0")
+    for number in range(sum(not each.beyond for each in selection.variants)):
+        report = judged(collector, number)
+        groups = collector.variants[report.variant].case.config.groups
+        for row in report.rows:
+            if row.requirement == LOADED and kinds & {*groups}:
+                row.exercised, row.verdict = 0, Verdict.NOT_EXERCISED
+        collector.add(report)
+    _, found = collector.finish(date(2026, 1, 1), complete=True)
+    named = {KINDS[kind] for kind in kinds & KINDS.keys()}
+    notes = [reason for reason in found.reasons if "of models with" in reason]
+    assert found.verdict == "conformant"
+    assert len(notes) == len(named)
+    assert all(any(name in note for note in notes) for name in named)
 
 
 @pytest.mark.parametrize(
