@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
 from kvconform.compat.installed import check_vllm
 from kvconform.config.catalogue import check_servers, lacking
@@ -197,17 +199,17 @@ def _campaign(
         result.announce(console, new)
 
     left = None if pool.end is None else pool.end - time.monotonic()
-    progress = _Progress(console, count).print
     try:
-        explore(
-            pool,
-            workloads,
-            campaign,
-            seconds=left,
-            found=found,
-            unknown=written,
-            progress=progress,
-        )
+        with _Progress(console, count) as progress:
+            explore(
+                pool,
+                workloads,
+                campaign,
+                seconds=left,
+                found=found,
+                unknown=written,
+                progress=progress.print,
+            )
     finally:
         campaign.corpus.end()
     total = len(campaign.found) + len(campaign.unknown)
@@ -250,20 +252,34 @@ def _workloads(
 
 
 class _Progress:
-    """Prints a line of progress every PAUSE seconds."""
+    """Shows how far a campaign is: a bar on a terminal, elsewhere a line every PAUSE seconds.
+
+    A context manager. `count`: of workloads, which may be more than the time is enough for.
+    """
 
     def __init__(self, console: Console, count: int) -> None:
         self.console, self.count = console, count
         self._printed = time.monotonic()
         self._new = 0
+        columns = (BarColumn(16), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
+        self._bar = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("exploring", total=count, now="importing vLLM (6-10 s)")
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
 
     def print(self, campaign: Campaign) -> None:
-        if time.monotonic() - self._printed > PAUSE:
+        """Show what has been run until now."""
+        speed = campaign.runs / campaign.seconds
+        text = f"{campaign.runs}/{self.count} workloads, {speed:.0f} per second"
+        failures = many(len(campaign.found), "failure")
+        self._bar.update(self._task, completed=campaign.runs, now=f"{text}, {failures}")
+        if time.monotonic() - self._printed > PAUSE and self._bar.disable:
             self._printed = time.monotonic()
-            speed = campaign.runs / campaign.seconds
             fresh, self._new = campaign.new - self._new, campaign.new
-            news = f"{fresh * 60 / PAUSE:.0f} new pairs per minute"
-            self.console.print(
-                f"{campaign.runs}/{self.count} workloads, {speed:.0f} per second, {news},"
-                f" {many(len(campaign.found), 'failure')}"
-            )
+            pace = f"{fresh * 60 / PAUSE:.0f} new pairs per minute"
+            self.console.print(f"{text}, {pace}, {failures}")

@@ -6,15 +6,20 @@ It finds them, shrinks their workloads, and survives connectors that end the pro
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvconform.cli import main
 from kvconform.config.settings import load
 from kvconform.contract.loader import load_spec
+from kvconform.explore import command
+from kvconform.explore.campaign import Campaign
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
 from places import BAD_CONNECTORS
@@ -99,3 +104,19 @@ def test_what_is_wrong_is_told_in_a_sentence(
     with pytest.raises(SystemExit) as done:
         main(["explore", *arguments, "-n", "1", "--out", "found"])
     assert done.value.code == 2 and said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_has_a_bar_and_a_file_has_lines(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "PAUSE", 0.0)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=80, color_system=None)
+    campaign = Campaign(runs=97_312, seconds=4000.0)
+    with command._Progress(console, 1_000_000) as progress:
+        progress.print(campaign)
+        assert ("per minute" in out.getvalue()) is not terminal
+    *_, last = (line for line in re.split("[\r\n]", out.getvalue()) if "workloads" in line)
+    assert "97312/1000000 workloads, 24 per second" in last and "0 failures" in last
+    assert ("━" in last) is terminal
