@@ -110,7 +110,7 @@ def test_what_is_wrong_is_told_in_a_sentence(
 def test_a_terminal_has_a_bar_and_a_file_has_lines(
     terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "PAUSE", 0.0)
+    monkeypatch.setattr(command, "PAUSE", 1e-9)
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=80, color_system=None)
     campaign = Campaign(runs=97_312, seconds=4000.0)
