@@ -300,6 +300,15 @@ class Ledger:
             )
         self._objects = {}  # a reference from here would make a request look leaked
 
+    def _resumes(self, request: Any) -> bool:
+        """Return whether a request that is admitted was preempted in this turn of its session.
+
+        It may have loaded in between, and not have waited as PREEMPTED then.
+        """
+        before, _ = self._states.get(request.request_id, ("", 0))
+        waits = (RequestStatus.PREEMPTED.name, RequestStatus.WAITING_FOR_REMOTE_KVS.name)
+        return request.num_preemptions > 0 and before in waits
+
     # -- after schedule
     def after_schedule(self, output: Any, tables: dict[str, list[list[int]]]) -> None:
         """Emit step.scheduled, req.scheduled and req.state of one schedule().
@@ -333,7 +342,7 @@ class Ledger:
                 request,
                 output,
                 tables,
-                listed_as="resumed_as_new" if request.num_preemptions else "new",
+                listed_as="resumed_as_new" if self._resumes(request) else "new",
                 output_computed=new.num_computed_tokens,
                 new_blocks=list(new.block_ids[0]),
                 all_ids=None,

@@ -374,6 +374,22 @@ def test_a_chunk_that_a_load_began_may_be_stored_when_it_is_complete(tmp_path: P
     assert "load" in found.reached
 
 
+def test_the_next_turn_of_a_session_that_was_preempted_is_new(tmp_path: Path) -> None:
+    """`engine.resume-protocol` was wrongly reported of vLLM."""
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 1, "max_tokens": 1, "session": True}},
+        {"continue": {"req": "a", "then": 32, "max_tokens": 4}},
+        {"step": 2},
+        {"continue": {"req": "a", "then": 29, "max_tokens": 3}},
+        {"preempt": "a"},
+        {"continue": {"req": "a", "then": 0}},
+        {"run": {}},
+    ]
+    found = outcome(mended(steps, "vllm"), target_of("sync"), SPEC, tmp_path / "run", strict=True)
+    assert found.error is None and found.failures == [] and found.unknown == []
+    assert "preemption" in found.reached
+
+
 def test_a_saver_that_is_polled_has_steps_after_an_abort(tmp_path: Path) -> None:
     """`save.as-plain` was wrongly reported: the engine was not idle, but had nothing to do."""
     steps: list[Data] = [
