@@ -73,6 +73,14 @@ class LoadsStatesInLayers(HybridConnector):
     start_load_kv = ReferenceConnector.start_load_kv
 
 
+class ForgetsTheLastBlock(HybridConnector):
+    """Leaves the last of the blocks that a save rests on out of the check for failed loads."""
+
+    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
+        save = super()._plan_save(tracked, end, scheduled, final)
+        return replace(save, table=save.table[:-1])
+
+
 class LoadsIntoNullBlocks(HybridConnector):
     """Takes the null entries of a table for blocks, and loads into them (B091)."""
 
