@@ -6,7 +6,8 @@ variant declares what it was seen to save, and so is held to that.
 `python -m kvconform.dev.explore_correct --state FILE` runs the reference connector and all variants
 (kvconform.refimpl.variants.registry) in turn, each time with other workloads. With the same FILE,
 the next call continues where this one stopped. `--small` draws workloads of two or three short
-requests, which are ten times as fast.
+requests, which are ten times as fast. With `--guided`, every second workload is a mutation of one
+of its batch that reached something new.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from kvconform.errors import KvconformError, UsageError
 from kvconform.execute.answers import Death
 from kvconform.execute.choice import Choice, add_options, executor, parse
 from kvconform.execute.work import Calls
+from kvconform.explore.corpus import Corpus
 from kvconform.explore.draw import drawn
-from kvconform.explore.workload import text_of
+from kvconform.explore.workload import Workload, text_of
 from kvconform.files import scratch_root
 from kvconform.session.gateways import reseeded_server
 
@@ -97,13 +99,17 @@ def batches(names: list[str], first: int, seed: int = 0) -> Iterator[tuple[str, 
 
 @dataclass(frozen=True)
 class Turn:
-    """A piece of work: `count` workloads on a variant. `number`: of the batch."""
+    """A piece of work: `count` workloads on a variant. `number`: of the batch.
+
+    `simple`: small ones. `guided`: mutations of others in between.
+    """
 
     number: int
     variant: str
     seed: int
     count: int
     simple: bool
+    guided: bool
 
 
 def declaring(target: Target, tmp: Path) -> Target:
@@ -139,15 +145,10 @@ def run(turn: Turn) -> Batch:
             target = target_of(name)
             if turn.seed % 2 and name not in FAILING:
                 target = declaring(target, Path(tmp) / "profile")
-            for workload in drawn(
-                ENGINES,
-                ["sync", "async"],
-                None,
-                first_seed=turn.seed,
-                count=turn.count,
-                simple=turn.simple,
-            ):
+            corpus = Corpus()
+            for workload in _workloads(turn, corpus):
                 done = outcome(workload, target, specification(), Path(tmp) / "run", strict=True)
+                corpus.add(workload, done)
                 found.workloads += 1
                 found.unsupported += done.unsupported
                 guarantees.update(done.broken_guarantees)
@@ -165,6 +166,13 @@ def run(turn: Turn) -> Batch:
             watchdog.stop()
     found.guarantees = dict(guarantees)
     return found
+
+
+def _workloads(turn: Turn, corpus: Corpus) -> Iterator[Workload]:
+    """Return the workloads of a batch. `corpus` gets their outcomes."""
+    modes = ["sync", "async"]
+    fresh = drawn(ENGINES, modes, None, first_seed=turn.seed, count=turn.count, simple=turn.simple)
+    return islice(corpus.guided(fresh, ENGINES, modes), turn.count) if turn.guided else fresh
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -189,6 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first batches (default: 0)")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--guided", action="store_true")
     add_options(parser)
     parser.add_argument("--state", type=Path, help="file that stores the progress")
     parser.add_argument(
@@ -217,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
     missing = max(0, math.ceil((given.workloads - state.workloads) / given.batch))
     coming = islice(batches(given.names or list(VARIANTS), state.batches, given.seed), missing)
     turns = (
-        Turn(number, name, seed, given.batch, given.small)
+        Turn(number, name, seed, given.batch, given.small, given.guided)
         for number, (name, seed) in enumerate(coming)
     )
     try:

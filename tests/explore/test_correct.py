@@ -12,13 +12,15 @@ from kvconform.contract import yaml12
 from kvconform.contract.case import Case
 from kvconform.dev import explore_correct
 from kvconform.dev.explore_correct import Batch, State, Turn, batches, main, run
+from kvconform.explore.outcome import Outcome
+from kvconform.explore.workload import Workload
 from kvconform.refimpl.variants import registry
 
 pytest.importorskip("vllm")
 
 
 def test_a_correct_connector_fails_nothing() -> None:
-    found = run(Turn(0, "sync", 3, 6, True))
+    found = run(Turn(0, "sync", 3, 6, simple=True, guided=False))
     assert (found.workloads, found.unsupported, found.failures) == (6, 0, [])
 
 
@@ -29,12 +31,26 @@ def test_what_fails_is_kept_as_a_case(
         registry.VARIANTS, "bad", ("kvconform.refimpl.defects.loads:NoKeywords", {})
     )
     monkeypatch.setattr(explore_correct, "ENGINES", ["reference"])
-    found = run(Turn(0, "bad", 3, 12, True))
+    found = run(Turn(0, "bad", 3, 12, simple=True, guided=False))
     assert found.workloads == 12 and found.failures
     explore_correct._keep(found, tmp_path)
     files = list(tmp_path.glob("bad-*.yaml"))
     assert len(files) == len(found.failures) == len(capsys.readouterr().out.splitlines())
     assert Case.model_validate(yaml12.parse(files[0].read_text(), "x")).engines == ["reference"]
+
+
+def test_mutations_take_turns_with_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def outcome(workload: Workload, *_: object, **__: object) -> Outcome:
+        seen.append("mutated" if ".like." in workload.data["id"] else "drawn")
+        return Outcome(pairs=[("new", str(len(seen)))])
+
+    monkeypatch.setattr("kvconform.explore.outcome.outcome", outcome)
+    for guided in (False, True):
+        found = run(Turn(0, "sync", 4, 6, simple=True, guided=guided))
+        assert found.workloads == 6
+    assert seen == ["drawn"] * 6 + ["drawn", "mutated"] * 3
 
 
 def test_every_variant_has_its_turn_and_a_later_run_goes_on() -> None:
