@@ -31,6 +31,7 @@ _CAME_UP: dict[str, Callable[[Event], bool]] = {
     "kernel blocks": lambda e: e["kind"] == "kv.registered" and e["kernel_blocks"] > 1,
     "hit": lambda e: e["kind"] == "lookup" and e["tokens"] != 0,  # None: it may come from below
     "release before a load": lambda e: e["kind"] == "pair.request" and e["gone"],
+    "several ranks": lambda e: e["kind"] in ("run.start", "run.changed") and e.get("ranks", 1) > 1,
 }
 """How each circumstance shows in a trace."""
 
@@ -47,6 +48,7 @@ WORDS = {
     "kernel blocks": ("kernel block",),
     "hit": ("promot",),
     "release before a load": ("gives blocks up before",),
+    "several ranks": ("every rank", "several ranks", "two ranks"),
 }
 """Beginnings of words by which a usual cause (`wrong` of a requirement) names a circumstance."""
 

@@ -27,6 +27,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     "kernel blocks": {"kind": "kv.registered", "kernel_blocks": 3},
     "hit": {"kind": "lookup", "local": 0, "tokens": 4},
     "release before a load": {"kind": "pair.request", "gone": True},
+    "several ranks": {"kind": "run.changed", "ranks": 2},
 }
 
 
@@ -98,7 +99,12 @@ def test_only_the_beginning_of_a_word_names_a_circumstance() -> None:
             "placeholders",
             r"Slices .*; goes on .*; or indexes .*",
         ),
-        ("hook.no-raise", "build_connector_meta", "drafts", r"Slices [^;]*; or goes on [^;]*"),
+        (
+            "hook.no-raise",
+            "build_connector_meta",
+            "drafts",
+            r"Slices [^;]*; takes [^;]*; or goes on [^;]*",
+        ),
         ("hook.no-raise", "handle_preemptions", "drafts", r"Reads metadata [^;]*"),
         ("hook.no-raise", "request_finished", "drafts", r"Takes it [^;]*; or slices [^;]*"),
         ("hook.no-raise", "save_kv_layer", "placeholders", ""),
