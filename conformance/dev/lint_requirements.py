@@ -287,7 +287,8 @@ def _examples(req: Requirement) -> Iterator[tuple[str, str]]:
         if _can_be_good(req):
             yield "L009", "no good example"
     elif not triggered and _can_be_good(req):
-        yield "L013", "no good example triggers the check"
+        only = ", or its `exercised`" if req.exercised is not None else ""
+        yield "L013", f"no good example triggers the check{only}"
 
 
 def _reason(monitor: Monitor) -> str:

@@ -195,21 +195,24 @@ def reseeded_server(
 
     It imports vLLM while other processes do, or, if `late`, for the first such run. Until the end,
     RESEEDED leads this process and those that it starts there. `output`: None: this process's.
+    Where the temporary directory's path is too long for a socket, nothing is started.
     """
+    process = None
     with scratch.temporary("reseeded") as folder:
         place = str(folder / "socket")
-        with socket.socket(socket.AF_UNIX) as listener:
+        with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):
             listener.bind(place)
             listener.listen()
             known = findable({**environment, HASH_SEED: OTHER_SEED}, sys.path)
             options = ["--late"] if late else []
             process = _start_server("kvconform.session.reseeded", listener, known, output, *options)
         try:
-            with patch.dict(os.environ, {RESEEDED: place}):
+            with patch.dict(os.environ, {} if process is None else {RESEEDED: place}):
                 yield
         finally:
-            process.kill()
-            process.wait()
+            if process is not None:
+                process.kill()
+                process.wait()
 
 
 def _start_server(

@@ -64,7 +64,7 @@ class Server(Warm):
         self._last = time.monotonic()  # importing vLLM was no idle time
         self.wait_for(listener, lambda: self.accept(listener, self._answer))
         with reseeded_server(os.environ, late=True):
-            self.environment[RESEEDED] = os.environ[RESEEDED]
+            self.environment[RESEEDED] = os.environ.get(RESEEDED)
             self.serve(min(5.0, self._idle))
         if self._owns_path():
             self._path.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from kvconform.contract.loader import load_spec
 from kvconform.process import wire
 from kvconform.run import isolation
 from kvconform.run.isolation import HASH_SEED, OTHER_SEED, RESEEDED, needs_another_seed
+from kvconform.session.gateways import reseeded_server
 
 COLD = """
 import json, os, socket, sys
@@ -147,3 +149,25 @@ def test_where_it_is_needed() -> None:
         "lifecycle.restart-interpreter",
     }
     assert not all(map(needs_another_seed, variants))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+
+
+@pytest.mark.parametrize("length", [1, 120])
+def test_where_a_path_is_too_long_for_a_socket_nothing_is_started(
+    length: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(RESEEDED, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / ("d" * length)))
+    Path(tempfile.gettempdir()).mkdir()
+    me = psutil.Process()
+    before = {*me.children()}
+    with reseeded_server(os.environ, late=True):
+        assert (RESEEDED in os.environ) is (length == 1)
+        assert len({*me.children()} - before) == int(length == 1)
+    assert RESEEDED not in os.environ and {*me.children()} <= before
