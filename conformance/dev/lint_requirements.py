@@ -25,7 +25,7 @@ from kvconform.judge.monitor import Monitor
 from kvconform.judge.relation import relate_runs
 
 RULE_NUMBERS = range(1, 231)
-BUG_NUMBERS = range(1, 159)
+BUG_NUMBERS = range(1, 160)
 
 UPDATE = "`python -m kvconform.dev.drift update` reads vLLM's source again"
 

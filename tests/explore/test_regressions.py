@@ -446,3 +446,16 @@ def test_eight_bits_save_nothing_where_the_engine_has_no_more(tmp_path: Path) ->
         assert "load" in found[dtype].reached
     exercised = [{what for what, _ in each.pairs} for each in found.values()]
     assert ["lossy.smaller" in each for each in exercised] == [False, True]
+
+
+def test_an_assertion_of_vllm_is_known_by_its_text(tmp_path: Path) -> None:
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 9, "max_tokens": 30}},
+        {"step": 4},
+        {"add": {"req": "b", "prompt": {"of": "a", "tokens": 9}, "max_tokens": 2}},
+        {"run": {}},
+    ]
+    config = {"spec_tokens": 3, "budget": 9, "long_prefill_threshold": 3}
+    found = outcome(mended(steps, "vllm", config=config), TARGET, SPEC, tmp_path / "run")
+    assert (found.error, found.failures, found.unknown) == (None, [], [])
+    assert found.broken_guarantees == ["engine.survives"]
