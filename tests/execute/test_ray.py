@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,19 @@ clusters.ray()
 from ray.cluster_utils import Cluster  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Cluster]:
-    """Return a cluster of this machine: a head node and another one, with a CPU each."""
+def two_nodes() -> Cluster:
+    """Start a cluster of this machine: a head node and another one, with a CPU each."""
     small = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args=small)
     cluster.add_node(**small)
     cluster.wait_for_nodes()
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    """Return a cluster, which the tests of this module share."""
+    cluster = two_nodes()
     yield cluster
     cluster.shutdown()
 
@@ -112,25 +119,47 @@ def test_a_cluster_that_is_not_there_is_a_sentence() -> None:
     assert "\n" not in raised.value.message
 
 
+def explored(folder: Path, where: str, **environment: str) -> subprocess.Popen[str]:
+    """Begin a campaign on a connector with a bug, which writes to `folder`."""
+    connector = "kvconform.refimpl.defects.boundaries:LastToken"
+    options = ["--extra-config", '{"store": "{tmp}/store"}', "--examples", "40", "-n", "2"]
+    folder.mkdir()
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvconform", "explore", connector, *options]
+        + ["--shrink", "10", "--out", "found", "--executor", where],
+        cwd=folder,
+        # No line breaks that depend on a time.
+        env={**os.environ, "COLUMNS": "200", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def result_of(process: subprocess.Popen[str], folder: Path) -> tuple[int, list[str], Any]:
+    """Return the exit code, what was said but for the pace, and the files of the failures."""
+    said, _ = process.communicate(timeout=1800)
+    lines = [line for line in said.splitlines() if "per second" not in line]
+    files = {each.name: each.read_text() for each in (folder / "found").iterdir()}
+    return process.returncode, lines, files
+
+
 @pytest.mark.long
-def test_exploration_finds_the_same_as_local_processes(tmp_path: Path) -> None:
-    said = {}
-    for where in ("processes", "ray"):
-        folder = tmp_path / where
-        folder.mkdir()
-        connector = "kvconform.refimpl.defects.boundaries:LastToken"
-        options = ["--extra-config", '{"store": "{tmp}/store"}', "--examples", "40", "-n", "3"]
-        command = [sys.executable, "-m", "kvconform", "explore", connector, *options]
-        done = subprocess.run(
-            [*command, "--shrink", "10", "--out", "found", "--executor", where],
-            cwd=folder,
-            env={**os.environ, "COLUMNS": "200"},  # no line breaks that depend on a time
-            capture_output=True,
-            text=True,
-            timeout=1800,
-            check=False,
-        )
-        lines = [line for line in done.stdout.splitlines() if "per second" not in line]
-        files = {each.name: each.read_text() for each in (folder / "found").iterdir()}
-        said[where] = (done.returncode, lines, files)
-    assert said["ray"] == said["processes"] and said["ray"][0] == 1
+def test_exploration_finds_the_same_as_local_processes_when_a_node_is_lost(tmp_path: Path) -> None:
+    """The cluster is the one that RAY_ADDRESS names, with a worker on each of its nodes."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    expected = result_of(explored(here, "processes"), here)
+    cluster = two_nodes()
+    try:
+        process = explored(there, "ray", RAY_ADDRESS=cluster.address)
+        while process.poll() is None and not (there / "found").is_dir():
+            time.sleep(0.2)
+        assert process.poll() is None, "it has ended without a failure"
+        [lost] = cluster.worker_nodes
+        cluster.remove_node(lost, allow_graceful=False)
+        found = result_of(process, there)
+    finally:
+        cluster.shutdown()
+    # In between, Ray says that the node is gone.
+    said = [line for line in found[1] if line in expected[1]]
+    assert (found[0], said, found[2]) == expected and expected[0] == 1
