@@ -34,12 +34,14 @@ from kvconform.explore.workload import Workload
 from kvconform.files import check_writable, scratch_root
 from kvconform.process.scratch import temporary
 from kvconform.report.causes import run_of
-from kvconform.report.layout import make_console, paragraph
+from kvconform.report.layout import is_watched, make_console, paragraph
 from kvconform.session.gateways import environment_of, reseeded_server, unfit
 from kvconform.words import many
 
 LIMIT = 12
 """Number of failures to shrink."""
+REFRESH = 0.2
+"""Seconds between two changes of the bar on a terminal."""
 PAUSE = 15.0
 """Seconds between two lines of progress."""
 
@@ -259,11 +261,19 @@ class _Progress:
 
     def __init__(self, console: Console, count: int) -> None:
         self.console, self.count = console, count
-        self._printed = time.monotonic()
+        self._printed = self._shown = time.monotonic()
         self._new = 0
-        columns = (BarColumn(16), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
-        self._bar = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("exploring", total=count, now="importing vLLM (6-10 s)")
+        # A thread that refreshed the bar would count as the connector's where workloads run here.
+        self._bar = Bar(
+            BarColumn(16),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[now]}"),
+            console=console,
+            transient=True,
+            auto_refresh=False,
+            disable=not is_watched(console),
+        )
+        self._task = self._bar.add_task("exploring", total=count, now="importing vLLM")
 
     def __enter__(self) -> _Progress:
         self._bar.start()
@@ -278,6 +288,9 @@ class _Progress:
         text = f"{campaign.runs}/{self.count} workloads, {speed:.0f} per second"
         failures = many(len(campaign.found), "failure")
         self._bar.update(self._task, completed=campaign.runs, now=f"{text}, {failures}")
+        if time.monotonic() - self._shown > REFRESH:
+            self._shown = time.monotonic()
+            self._bar.refresh()
         if time.monotonic() - self._printed > PAUSE and self._bar.disable:
             self._printed = time.monotonic()
             fresh, self._new = campaign.new - self._new, campaign.new

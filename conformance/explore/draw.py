@@ -172,7 +172,7 @@ GROUPS = (
     ["sliding"],
     ["latent"],
 )
-SLICES = ((2, 2), (4, 4), (4, 2), (3, 1), (3, 3))
+SLICES = ((2, 2), (4, 4), (4, 2), (3, 1))
 """Tensor parallel ranks, and the ranks that a block's tokens are split over."""
 SIBLINGS = (
     ["winner", "self"],
@@ -347,11 +347,11 @@ def one(
         policies = ["late-workers"]
     # vLLM does not support context parallelism with drafts (50391).
     if theme == "ranks" and "tensor_parallel" in extra and not drafts and dice.one_in(2):
-        ranks, degree = dice.pick([each for each in SLICES if block % each[1] == 0])
+        ranks, degree = dice.pick(SLICES)
         extra |= {"groups": ["latent"], "tensor_parallel": ranks, "context_parallel": degree}
         if ranks > 2 and dice.one_in(2):
-            degrees = [each for each in (1, 2, 3, 4) if ranks % each == block % each == 0]
-            _restart_with_other_shards(steps, {"context_parallel": dice.pick(degrees)})
+            degree = dice.pick([1, 2, 4] if ranks == 4 else [1])
+            _restart_with_other_shards(steps, {"context_parallel": degree})
     elif theme == "ranks" and not drafts and dice.one_in(4):
         _restart_with_other_shards(steps, dice.pick(_other_shards(engine, extra)))
     elif _is_split(config, extra) and dice.one_in(8):

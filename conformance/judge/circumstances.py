@@ -9,7 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable
 
+from kvconform.contract.events import SIZED
 from kvconform.contract.trace import Event
+
+
+def _most_ranks(event: Event) -> int:
+    """Return the most ranks that an engine of the run has, by an event that says so; else 0."""
+    if event["kind"] == "run.engines":
+        return max((own.get("ranks", 0) for own in event["own"].values()), default=0)
+    return event.get("ranks", 0) if event["kind"] in SIZED else 0
+
 
 _CAME_UP: dict[str, Callable[[Event], bool]] = {
     "preemption": lambda e: e["kind"] == "req.state" and e["to"] == "PREEMPTED",
@@ -31,7 +40,7 @@ _CAME_UP: dict[str, Callable[[Event], bool]] = {
     "kernel blocks": lambda e: e["kind"] == "kv.registered" and e["kernel_blocks"] > 1,
     "hit": lambda e: e["kind"] == "lookup" and e["tokens"] != 0,  # None: it may come from below
     "release before a load": lambda e: e["kind"] == "pair.request" and e["gone"],
-    "several ranks": lambda e: e["kind"] in ("run.start", "run.changed") and e.get("ranks", 1) > 1,
+    "several ranks": lambda e: _most_ranks(e) > 1,
 }
 """How each circumstance shows in a trace."""
 

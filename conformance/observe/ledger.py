@@ -127,10 +127,15 @@ class RankReports:
 
 
 def _may_be_a_siblings(event: dict[str, Any], way: str) -> bool:
-    """Return whether a sibling may send, or load, for a request from this event on."""
+    """Return whether a sibling may send, or load, for a request from this event on.
+
+    It may load if this connector was asked and is granted nothing: what it claimed may be another's
+    turn.
+    """
     if way == "send":
         return bool(event["kind"] == "req.finished")
-    return bool(event["kind"] == "alloc" and event["claimed"] == 0)
+    asked = event["kind"] == "alloc" and event["claimed"] is not None
+    return bool(asked and not event["external"])
 
 
 _FIELDS = {"send": "finished_sending", "recv": "finished_recving"}

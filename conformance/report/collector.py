@@ -185,8 +185,10 @@ class Collector:
         found: dict[str, list[Row]] = {}
         for row in rows:
             case = self.spec.cases.get(row.case)
-            for kind in KINDS.keys() & (set(case.config.groups) if case is not None else ()):
-                found.setdefault(KINDS[kind], []).append(row)
+            groups = case.config.groups if case is not None else ()
+            for kind in KINDS:
+                if kind in groups:
+                    found.setdefault(KINDS[kind], []).append(row)
         return found
 
     def exit_code(self, found: Aggregate) -> int:

@@ -43,6 +43,14 @@ def make_console(file: IO[str] | None = None) -> Console:
     return console
 
 
+def is_watched(console: Console) -> bool:
+    """Return whether somebody sees the output at once, on a terminal where lines can be replaced.
+
+    Colours may be wanted elsewhere, too.
+    """
+    return console.is_interactive and console.file.isatty()
+
+
 def wrapped(text: str, width: int, first: str = "", later: str = "") -> list[str]:
     """Return the lines of a text; no word is broken, and the first words follow `first`."""
     return textwrap.wrap(

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from kvconform.judge.records import Row, Verdict
+from kvconform.report.layout import is_watched
 from kvconform.words import many
 
 EVERY = 60.0
@@ -37,7 +38,7 @@ class Progress:
 
     def start(self) -> None:
         """Show the bar on a terminal."""
-        if self.console.is_terminal:
+        if is_watched(self.console):
             now = TextColumn("{task.fields[now]}")
             self._bar = Bar(
                 BarColumn(),

@@ -20,6 +20,7 @@ from execnet.gateway_base import Popen2IO
 
 from kvconform.config.settings import HASH_SEED, Settings
 from kvconform.process import scratch, watchdog, wire
+from kvconform.process.alive import of_harness
 from kvconform.process.server import has_placeholder
 from kvconform.run.isolation import OTHER_SEED, RESEEDED
 
@@ -195,8 +196,12 @@ def reseeded_server(
 
     It imports vLLM while other processes do, or, if `late`, for the first such run. Until the end,
     RESEEDED leads this process and those that it starts there. `output`: None: this process's.
-    Where the temporary directory's path is too long for a socket, nothing is started.
+    Nothing is started where forked processes are not safe, or where the temporary directory's path
+    is too long for a socket.
     """
+    if sys.platform != "linux":
+        yield
+        return
     process = None
     with scratch.temporary("reseeded") as folder:
         place = str(folder / "socket")
@@ -226,12 +231,13 @@ def _start_server(
 
     Its output goes to `output`; None: to this process's.
     """
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, str(end.fileno()), *options],
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        env=environment,
-        pass_fds=[end.fileno()],
-        start_new_session=True,
-    )
+    with of_harness():
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(end.fileno()), *options],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            pass_fds=[end.fileno()],
+            start_new_session=True,
+        )

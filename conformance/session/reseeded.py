@@ -66,7 +66,9 @@ def main(descriptor: int, *, late: bool) -> None:
     dies_with_parent()
     listener = socket.socket(fileno=descriptor)
     if late:
-        select.select([listener], [], [])
+        first = select.poll()  # unlike select, for any number of open files
+        first.register(listener, select.POLLIN)
+        first.poll()
     server = Reseeded()
     server.warm()
     server.settle()

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from kvconform.cli import main
-from kvconform.config.settings import load
+from kvconform.config.settings import Settings, load
 from kvconform.contract.loader import load_spec
 from kvconform.explore import command
 from kvconform.explore.campaign import Campaign
 from kvconform.explore.pool import Pool
 from kvconform.explore.races import races
+from kvconform.run.isolation import RESEEDED
 from places import BAD_CONNECTORS
 from program_rig import kvconform
 
@@ -111,12 +115,26 @@ def test_a_terminal_has_a_bar_and_a_file_has_lines(
     terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "PAUSE", 1e-9)
+    monkeypatch.setattr(command, "REFRESH", 0.0)
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=80, color_system=None)
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    threads = threading.active_count()
+    console = Console(file=out, force_terminal=True, width=80, color_system=None)
     campaign = Campaign(runs=97_312, seconds=4000.0)
     with command._Progress(console, 1_000_000) as progress:
         progress.print(campaign)
         assert ("per minute" in out.getvalue()) is not terminal
+        assert threading.active_count() == threads, "it would count as the connector's"
     *_, last = (line for line in re.split("[\r\n]", out.getvalue()) if "workloads" in line)
     assert "97312/1000000 workloads, 24 per second" in last and "0 failures" in last
     assert ("━" in last) is terminal
+
+
+@pytest.mark.parametrize("unfit", [{}, {"device": "cuda"}, {"debug": True}])
+def test_a_campaign_has_a_process_that_forks_for_other_hash_seeds(unfit: dict[str, Any]) -> None:
+    """Each such workload would import vLLM otherwise."""
+    assert RESEEDED not in os.environ
+    with command._other_hash_seed(Settings(**unfit)):
+        assert (RESEEDED in os.environ) is not bool(unfit)
+    assert RESEEDED not in os.environ

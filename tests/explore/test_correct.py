@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -12,9 +15,11 @@ from kvconform.contract import yaml12
 from kvconform.contract.case import Case
 from kvconform.dev import explore_correct
 from kvconform.dev.explore_correct import Batch, State, Turn, batches, main, run
+from kvconform.execute.choice import LOCAL
 from kvconform.explore.outcome import Outcome
 from kvconform.explore.workload import Workload
 from kvconform.refimpl.variants import registry
+from kvconform.run.isolation import RESEEDED
 
 pytest.importorskip("vllm")
 
@@ -51,6 +56,17 @@ def test_mutations_take_turns_with_draws(monkeypatch: pytest.MonkeyPatch) -> Non
         found = run(Turn(0, "sync", 4, 6, simple=True, guided=guided))
         assert found.workloads == 6
     assert seen == ["drawn"] * 6 + ["drawn", "mutated"] * 3
+
+
+def test_workers_are_led_to_a_process_that_forks_for_other_hash_seeds() -> None:
+    seen: list[bool] = []
+
+    def turns() -> Iterator[Turn]:
+        seen.append(RESEEDED in os.environ)
+        yield from ()
+
+    assert list(explore_correct._results(turns(), LOCAL, 1, time.monotonic() + 60.0)) == []
+    assert seen == [True] and RESEEDED not in os.environ
 
 
 def test_every_variant_has_its_turn_and_a_later_run_goes_on() -> None:

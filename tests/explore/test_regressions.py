@@ -429,6 +429,29 @@ def test_a_sibling_loads_after_a_load_that_has_failed(tmp_path: Path) -> None:
     assert "load" in found.reached
 
 
+def test_a_sibling_loads_what_another_has_claimed_too(tmp_path: Path) -> None:
+    """`ranks.no-more-report` was wrongly reported of a connector that was asked, and not chosen."""
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 48, "max_tokens": 1}},
+        {"run": {}},
+        {"restart": "process"},
+        {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 20}},
+        {"step": 14},
+        {"preempt": "b"},
+        {"run": {}},
+    ]
+    config = {
+        "block_size": 16,
+        "prefix_caching": False,
+        "multi": ["fetcher", "self"],
+        "tensor_parallel": 2,
+    }
+    workload = mended(steps, "vllm", config=config)
+    found = outcome(workload, target_of("async"), SPEC, tmp_path / "run", strict=True)
+    assert found.error is None and found.failures == []
+    assert "load" in found.reached
+
+
 def test_eight_bits_save_nothing_where_the_engine_has_no_more(tmp_path: Path) -> None:
     """`lossy.smaller` was wrongly reported."""
     steps: list[Data] = [

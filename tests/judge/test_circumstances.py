@@ -48,6 +48,16 @@ def test_a_circumstance_is_known_from_then_on(name: str) -> None:
     assert name not in absent(trace, trace[4]), "what is recorded later in the step counts"
 
 
+def test_an_engine_of_several_may_have_more_ranks() -> None:
+    trace = [
+        {"kind": "run.engines", "own": {"p": {}, "d": {"ranks": 2}}, "seq": 0, "step": 0},
+        {"kind": "run.start", "ranks": 1, "seq": 1, "step": 0},
+    ]
+    assert "several ranks" not in absent(trace, trace[1])
+    trace[0]["own"] = {"p": {}, "d": {"block_size": 8}}
+    assert "several ranks" in absent(trace, trace[1])
+
+
 def test_placeholders_come_up_in_a_step_that_a_hook_cuts_short() -> None:
     trace = [
         {"kind": "hook.returned", "hook": "build_connector_meta", "seq": 0, "step": 2},

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,6 +150,14 @@ def test_the_tokenizer_and_its_template_give_back_the_token_ids(tmp_path: Path) 
     message = {"role": "user", "content": tiny_tokenizer.text(ids)}
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     assert tokenizer(text)["input_ids"] == ids
+
+
+def test_the_model_that_takes_images_is_complete(tmp_path: Path) -> None:
+    folder = tiny_blip.make(tmp_path / "blip")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["Blip2ForConditionalGeneration"], "vLLM goes by it"
+    cat, again, dog = (tiny_blip.pixels(name).tobytes() for name in ("cat", "cat", "dog"))
+    assert cat == again != dog
 
 
 def test_adapters_differ_by_name_and_are_the_same_every_time(tmp_path: Path) -> None:

@@ -18,7 +18,11 @@ def test_the_time_that_is_left(terminal: bool, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(progress, "EVERY", 50.0)
     out = io.StringIO()
-    shown = Progress(Console(file=out, force_terminal=terminal, width=120), 40)
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    colours = None if terminal else "truecolor"  # may be wanted in a file, too
+    console = Console(file=out, force_terminal=True, width=120, color_system=colours)
+    shown = Progress(console, 40)
     shown.start()
     for clock[0] in (5.0, 14.0, 65.0):
         shown.done("some.case[a]", [])

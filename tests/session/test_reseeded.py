@@ -19,7 +19,7 @@ import pytest
 
 import warm_rig
 from kvconform.contract.loader import load_spec
-from kvconform.process import wire
+from kvconform.process import alive, wire
 from kvconform.run import isolation
 from kvconform.run.isolation import HASH_SEED, OTHER_SEED, RESEEDED, needs_another_seed
 from kvconform.session.gateways import reseeded_server
@@ -169,5 +169,6 @@ def test_where_a_path_is_too_long_for_a_socket_nothing_is_started(
     before = {*me.children()}
     with reseeded_server(os.environ, late=True):
         assert (RESEEDED in os.environ) is (length == 1)
+        assert not alive.of_connectors().children & {each.pid for each in me.children()}
         assert len({*me.children()} - before) == int(length == 1)
     assert RESEEDED not in os.environ and {*me.children()} <= before
