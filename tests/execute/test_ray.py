@@ -139,7 +139,7 @@ def explored(folder: Path, where: str, **environment: str) -> subprocess.Popen[s
 def result_of(process: subprocess.Popen[str], folder: Path) -> tuple[int, list[str], Any]:
     """Return the exit code, what was said but for the pace, and the files of the failures."""
     said, _ = process.communicate(timeout=1800)
-    lines = [line for line in said.splitlines() if "per second" not in line]
+    lines = [line for line in said.splitlines() if line.strip() and "per second" not in line]
     files = {each.name: each.read_text() for each in (folder / "found").iterdir()}
     return process.returncode, lines, files
 
