@@ -160,7 +160,7 @@ def run(
         workers = where.workers(given, settings.workers)
         pool = Pool(settings, scratch, workers, end, where, guided=chosen.guided)
         try:
-            with _other_hash_seed(settings), pool:
+            with _other_hash_seed(settings, scratch / "reseeded.log"), pool:
                 _campaign(pool, console, campaign, workloads, written, count=count, tries=tries)
         except KeyboardInterrupt:
             interrupted = True
@@ -177,11 +177,17 @@ def run(
     return 0 if campaign.judged else 1
 
 
-def _other_hash_seed(settings: Settings) -> contextlib.AbstractContextManager[None]:
-    """Have runs with another hash seed forked; where that is unsafe, each is an interpreter."""
+@contextlib.contextmanager
+def _other_hash_seed(settings: Settings, log: Path) -> Iterator[None]:
+    """Have runs with another hash seed forked; where that is unsafe, each is an interpreter.
+
+    What the imports say goes to `log`.
+    """
     if unfit(settings) is not None:
-        return contextlib.nullcontext()
-    return reseeded_server(environment_of(settings), late=True)
+        yield
+        return
+    with log.open("wb") as output, reseeded_server(environment_of(settings), output, late=True):
+        yield
 
 
 def _campaign(

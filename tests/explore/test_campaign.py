@@ -132,9 +132,11 @@ def test_a_terminal_has_a_bar_and_a_file_has_lines(
 
 
 @pytest.mark.parametrize("unfit", [{}, {"device": "cuda"}, {"debug": True}])
-def test_a_campaign_has_a_process_that_forks_for_other_hash_seeds(unfit: dict[str, Any]) -> None:
+def test_a_campaign_has_a_process_that_forks_for_other_hash_seeds(
+    unfit: dict[str, Any], tmp_path: Path
+) -> None:
     """Each such workload would import vLLM otherwise."""
     assert RESEEDED not in os.environ
-    with command._other_hash_seed(Settings(**unfit)):
+    with command._other_hash_seed(Settings(**unfit), tmp_path / "log"):
         assert (RESEEDED in os.environ) is not bool(unfit)
     assert RESEEDED not in os.environ
