@@ -904,8 +904,8 @@ _kind(
     "weights:str? sent_weights:str? image:str? sent_image:str? prompt:str sent_prompt:str",
     "A request that was sent to the API server has reached the scheduler. sent = the client's "
     "name of it; of cache salt, adapter, the adapter's weights, image and prompt: what the engine "
-    "has, and (sent_) what the client asked for. An image goes by the first one with its identifier "
-    "that has reached the scheduler.",
+    "has, and (sent_) what the client asked for. An image goes by the first one with its "
+    "identifier that has reached the scheduler.",
 )
 
 

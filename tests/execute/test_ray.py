@@ -123,10 +123,10 @@ def explored(folder: Path, where: str, **environment: str) -> subprocess.Popen[s
     """Begin a campaign on a connector with a bug, which writes to `folder`."""
     connector = "kvconform.refimpl.defects.boundaries:LastToken"
     options = ["--extra-config", '{"store": "{tmp}/store"}', "--examples", "40", "-n", "2"]
+    options += ["--shrink", "10", "--out", "found"]
     folder.mkdir()
     return subprocess.Popen(
-        [sys.executable, "-m", "kvconform", "explore", connector, *options]
-        + ["--shrink", "10", "--out", "found", "--executor", where],
+        [sys.executable, "-m", "kvconform", "explore", connector, *options, "--executor", where],
         cwd=folder,
         # No line breaks that depend on a time.
         env={**os.environ, "COLUMNS": "200", **environment},
