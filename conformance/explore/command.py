@@ -165,6 +165,11 @@ def run(
         except KeyboardInterrupt:
             interrupted = True
     result.show(console, campaign, pool.deaths, verbose=verbose)
+    if pool.over and not campaign.runs:
+        console.print(
+            "the time was over before the first workload was; importing vLLM is part of it:"
+            " give more --seconds"
+        )
     if seconds is not None and examples is None and campaign.runs == count and not pool.over:
         more = "" if profile == "hunt" else "; --profile hunt goes on until the time is over"
         console.print(f"profile {profile} ended before the time did{more}")
