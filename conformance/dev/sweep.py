@@ -37,6 +37,8 @@ from kvconform.run.case import run_and_judge
 from kvconform.run.records import Run
 
 BAD = ("FAIL", "ERROR", "XPASS")
+PAUSE = 15.0
+"""Seconds between two lines of progress."""
 PROCESSES = {"hash-seed", "second-process"}
 HANGS = 30.0
 """Seconds after which a hook counts as one that never returns."""
@@ -163,12 +165,16 @@ def turns(
 
 
 def sweep(work: Iterable[Turn], where: Choice, jobs: int | None) -> Iterator[tuple[int, Tally]]:
-    """Run everything, and yield (seed, its tally)."""
+    """Run everything, and yield (seed, its tally). Prints how far it is every PAUSE seconds."""
+    printed = time.monotonic()
     with executor(where, Calls(judge), "sweep", jobs) as workers:
         for seed, done in groupby(workers.run(work), lambda each: each[0].seed):
             tally = Tally()
             for turn, found in done:
                 tally.add(_died(turn, found) if isinstance(found, Death) else found)
+                if time.monotonic() - printed > PAUSE:
+                    printed = time.monotonic()
+                    print(f"seed {seed}: {tally.runs} runs, {len(tally.alarms)} alarms", flush=True)
             yield seed, tally
 
 
