@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
@@ -35,11 +36,13 @@ from kvconform.errors import KvconformError, UsageError
 from kvconform.execute.answers import Death
 from kvconform.execute.choice import Choice, add_options, executor, parse
 from kvconform.execute.work import Calls
-from kvconform.explore.corpus import Corpus
 from kvconform.explore.draw import drawn
 from kvconform.explore.workload import Workload, text_of
 from kvconform.files import scratch_root
 from kvconform.session.gateways import reseeded_server
+
+if TYPE_CHECKING:
+    from kvconform.explore.corpus import Corpus  # imports vLLM
 
 HANGS = 30.0
 """Seconds after which a hook counts as one that never returns."""
@@ -132,6 +135,7 @@ def run(turn: Turn) -> Batch:
     Recommendations count, except the one that the variant does not follow on purpose.
     """
     from kvconform.dev.sweep import target_of
+    from kvconform.explore.corpus import Corpus
     from kvconform.explore.outcome import outcome
     from kvconform.process import watchdog
     from kvconform.refimpl.variants.registry import NOT_RECOMMENDED
