@@ -202,8 +202,7 @@ def reseeded_server(
     if sys.platform != "linux":
         yield
         return
-    process = None
-    with scratch.temporary("reseeded") as folder:
+    with scratch.temporary("reseeded") as folder, contextlib.ExitStack() as stack:
         place = str(folder / "socket")
         with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):
             listener.bind(place)
@@ -211,13 +210,10 @@ def reseeded_server(
             known = findable({**environment, HASH_SEED: OTHER_SEED}, sys.path)
             options = ["--late"] if late else []
             process = _start_server("kvconform.session.reseeded", listener, known, output, *options)
-        try:
-            with patch.dict(os.environ, {} if process is None else {RESEEDED: place}):
-                yield
-        finally:
-            if process is not None:
-                process.kill()
-                process.wait()
+            stack.callback(process.wait)
+            stack.callback(process.kill)  # first
+            stack.enter_context(patch.dict(os.environ, {RESEEDED: place}))
+        yield
 
 
 def _start_server(

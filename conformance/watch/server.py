@@ -38,8 +38,8 @@ MODULES = (
 class Server(Warm):
     """Listens on a socket and forks; one instance a process.
 
-    `path`: the socket. `idle`: seconds without a run after which it ends. A process of its
-    own forks for the runs that need another hash seed.
+    `path`: the socket. `idle`: seconds without a run after which it ends. Another
+    process forks for the runs that need another hash seed.
     """
 
     def __init__(self, path: Path, idle: float) -> None:
