@@ -129,18 +129,18 @@ class Collector:
         if self.settings.half != "both" and found.verdict == "conformant":
             found.verdict = "partial"
             found.reasons.append("only the scheduler half was judged")
-        if everything and found.verdict == "conformant" and not _loaded(rows):
+        loaded = _loaded(rows)
+        if everything and found.verdict == "conformant" and not loaded:
             found.verdict = "partial"
             found.reasons.append("it loaded no KV, so what it stores and loads was not judged")
             found.stores_nothing = "store" in claims.claimed(self.capabilities, self.sources)
             if found.stores_nothing:
                 found.reasons.append("it says that it stores KV: can its store be reached?")
-        elif everything and _loaded(rows):
+        elif everything and loaded:
             found.reasons += [
                 f"note: of models with {kind} it loaded no KV, so what it stores of them was not"
                 " judged"
-                for kind, part in self._by_kind(rows).items()
-                if any(row.exercised for row in part) and not _loaded(part)
+                for kind in self._never_loaded()
             ]
         profile = self.spec.profiles.get(self.settings.profile)
         if everything and self.capabilities and profile and not profile.suits(self.capabilities):
@@ -180,16 +180,20 @@ class Collector:
                 found.setdefault(row.requirement, []).append(row.run)
         return found
 
-    def _by_kind(self, rows: Sequence[Row]) -> dict[str, list[Row]]:
-        """Return the rows of each kind of model that not every connector stores."""
-        found: dict[str, list[Row]] = {}
-        for row in rows:
-            case = self.spec.cases.get(row.case)
-            groups = case.config.groups if case is not None else ()
-            for kind in KINDS:
-                if kind in groups:
-                    found.setdefault(KINDS[kind], []).append(row)
+    def _never_loaded(self) -> list[str]:
+        """Return the kinds of models that were judged, and of which nothing was loaded."""
+        found = []
+        for kind, words in KINDS.items():
+            runs = [each for each in self.reports.values() if kind in self._groups(each)]
+            rows = [row for each in runs for row in each.rows]
+            if any(row.exercised for row in rows) and not _loaded(rows):
+                found.append(words)
         return found
+
+    def _groups(self, report: CaseReport) -> Sequence[str]:
+        """Return the KV cache groups of a run's case; none of a scenario."""
+        case = self.spec.cases.get(self.variants[report.variant].case.id)
+        return case.config.groups if case is not None else ()
 
     def exit_code(self, found: Aggregate) -> int:
         """Return 0 for conformant or partly conformant, 1 for nonconformant, 3 for an error.

@@ -44,9 +44,9 @@ def make_console(file: IO[str] | None = None) -> Console:
 
 
 def is_watched(console: Console) -> bool:
-    """Return whether somebody sees the output at once, on a terminal where lines can be replaced.
+    """Return whether the output is a terminal, and one on which lines can be replaced.
 
-    Colours may be wanted elsewhere, too.
+    With FORCE_COLOR, a console takes every file for a terminal.
     """
     return console.is_interactive and console.file.isatty()
 
