@@ -406,48 +406,42 @@ def test_a_saver_that_is_polled_has_steps_after_an_abort(tmp_path: Path) -> None
     assert found.error is None and found.failures == []
 
 
-def test_a_sibling_loads_after_a_load_that_has_failed(tmp_path: Path) -> None:
-    """`ranks.no-more-report` was wrongly reported: what a sibling is granted is no hold."""
-    steps: list[Data] = [
-        {"add": {"req": "a", "prompt": 48, "max_tokens": 9}},
-        {"step": 1},
-        {"land": 1},
-        {"abort": "a"},
-        {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 2}},
-        {"run": {}},
-    ]
-    config = {
-        "block_size": 16,
-        "budget": 17,
-        "prefix_caching": False,
-        "multi": ["self", "fetcher"],
-        "tensor_parallel": 2,
-    }
-    workload = mended(steps, "vllm", config=config)
-    found = outcome(workload, target_of("foresees-failures"), SPEC, tmp_path / "run", strict=True)
-    assert found.error is None and found.failures == []
-    assert "load" in found.reached
+FAILS: list[Data] = [
+    {"add": {"req": "a", "prompt": 48, "max_tokens": 9}},
+    {"step": 1},
+    {"land": 1},
+    {"abort": "a"},
+    {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 2}},
+    {"run": {}},
+]
+NOT_CHOSEN: list[Data] = [
+    {"add": {"req": "a", "prompt": 48, "max_tokens": 1}},
+    {"run": {}},
+    {"restart": "process"},
+    {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 20}},
+    {"step": 14},
+    {"preempt": "b"},
+    {"run": {}},
+]
 
 
-def test_a_sibling_loads_what_another_has_claimed_too(tmp_path: Path) -> None:
-    """`ranks.no-more-report` was wrongly reported of a connector that was asked, and not chosen."""
-    steps: list[Data] = [
-        {"add": {"req": "a", "prompt": 48, "max_tokens": 1}},
-        {"run": {}},
-        {"restart": "process"},
-        {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 20}},
-        {"step": 14},
-        {"preempt": "b"},
-        {"run": {}},
-    ]
-    config = {
-        "block_size": 16,
-        "prefix_caching": False,
-        "multi": ["fetcher", "self"],
-        "tensor_parallel": 2,
-    }
+@pytest.mark.parametrize(
+    ("variant", "steps", "more"),
+    [
+        ("foresees-failures", FAILS, {"multi": ["self", "fetcher"], "budget": 17}),
+        ("async", NOT_CHOSEN, {"multi": ["fetcher", "self"]}),
+    ],
+)
+def test_what_a_sibling_loads_is_no_report_too_many(
+    variant: str, steps: list[Data], more: Data, tmp_path: Path
+) -> None:
+    """`ranks.no-more-report` was wrongly reported: what a sibling is granted is no hold.
+
+    This connector's own load had failed, or it had claimed KV and was not chosen.
+    """
+    config = {"block_size": 16, "prefix_caching": False, "tensor_parallel": 2, **more}
     workload = mended(steps, "vllm", config=config)
-    found = outcome(workload, target_of("async"), SPEC, tmp_path / "run", strict=True)
+    found = outcome(workload, target_of(variant), SPEC, tmp_path / "run", strict=True)
     assert found.error is None and found.failures == []
     assert "load" in found.reached
 
