@@ -152,7 +152,8 @@ def run(turn: Turn) -> Batch:
             corpus = Corpus()
             for workload in _workloads(turn, corpus):
                 done = outcome(workload, target, specification(), Path(tmp) / "run", strict=True)
-                corpus.add(workload, done)
+                if turn.guided:
+                    corpus.add(workload, done)
                 found.workloads += 1
                 found.unsupported += done.unsupported
                 guarantees.update(done.broken_guarantees)
