@@ -112,7 +112,7 @@ Label = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*$")]
 Adapter = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*(@[0-9]+)?$")]
 Count = Annotated[int, Field(ge=0)]
 Due = Literal["loads", "preemptions", "drafts", "failed_loads"]
-Take = Literal["same", "halves", "continued"]
+Take = Literal["same", "halves", "continued", "sessions"]
 
 
 class Start(Model):
@@ -127,6 +127,15 @@ class Start(Model):
     prefix_caching: bool = True
     spec_tokens: Count = Field(
         default=0, description="drafts per step, from n-grams of the request's own tokens"
+    )
+    draft_model: bool = Field(
+        default=False,
+        description="the drafts come from a model, whose layers have KV of their own",
+    )
+    windows: bool = Field(
+        default=False,
+        description="the model's second layer sees the last 40 tokens only: a group of layers of "
+        "its own, if the connector has a part in several (SupportsHMA)",
     )
     processes: bool = Field(
         default=False, description="the engine runs in a process of its own, as in a server"
@@ -155,8 +164,9 @@ class Prompt(Model):
 class Phase(Model):
     """A phase, which sends all prompts at once and ends when all are answered.
 
-    `take`: the prompts themselves, their first halves, or the conversation so far (prompt, answer
-    of the first phase, `more` new tokens).
+    `take`: the prompts themselves, their first halves, the conversation so far (prompt, answer of
+    the first phase, `more` new tokens), or sessions (a third of the prompt, another one when that
+    is answered, then the last).
     """
 
     name: Name
@@ -333,6 +343,8 @@ class Scenario(Model):
             raise ValueError("preemptions are due, but start.blocks is large enough to avoid them")
         if "drafts" in self.due and not self.start.spec_tokens:
             raise ValueError("accepted drafts are due, but spec_tokens is 0")
+        if self.start.draft_model and not self.start.spec_tokens:
+            raise ValueError("a draft model is due, but spec_tokens is 0")
         if self.faults and (self.workload is None or self.start.processes):
             raise ValueError("faults need a workload, and start.processes false")
         if self.entrypoint is None:

@@ -28,7 +28,7 @@ A program sets it for its own processes to a directory that it deletes at its en
 sets it to a directory of its own keeps the baseline runs there, for several programs in a row.
 """
 PLAIN = Start()
-"""How vLLM is started for the baseline run shared by all scenarios with the same prompts."""
+"""How vLLM is started for the baseline run of scenarios with the same model and prompts."""
 
 
 class Plains:
@@ -38,11 +38,19 @@ class Plains:
         self.folder = folder
         self.vllm = vllm
 
-    def model(self, plays: Iterable[Play] = ()) -> Path:
+    def model(self, plays: Iterable[Play] = (), start: Start = PLAIN) -> Path:
         """Return the directory of the tiny model, or of the one that the images in `plays` need."""
         if any(ask.image for play in plays for ask in play.asks):
             return tiny_blip.make(self.folder / "tiny-blip")
+        if start.windows:
+            return tiny_llama.make(self.folder / "tiny-llama-windows", windows=True)
         return tiny_llama.make(self.folder / "tiny-llama")
+
+    def drafter(self, start: Start) -> Path | None:
+        """Return the directory of the model that makes drafts, if there is one."""
+        if not start.draft_model:
+            return None
+        return tiny_llama.make(self.folder / "tiny-llama-drafter", drafter=True)
 
     def get(self, plays: list[Play], start: Start = PLAIN) -> tuple[Outcome, Path]:
         """Return what vLLM answers without a connector, and the file of its KV (the book).
@@ -62,7 +70,13 @@ class Plains:
         """Make a baseline run below `here`. The file `done` appears once the run is complete."""
         shutil.rmtree(here / "run", ignore_errors=True)
         made = make_run(
-            start, plays, None, tmp=here / "run", model=self.model(plays), book=here / "book"
+            start,
+            plays,
+            None,
+            tmp=here / "run",
+            model=self.model(plays, start),
+            drafter=self.drafter(start),
+            book=here / "book",
         )
         if not made.outcome.ended:
             if made.outcome.error:
@@ -76,6 +90,11 @@ class Plains:
             file.write(json.dumps({"kind": "note", "seconds": made.ended.seconds}) + "\n")
         out.rename(done)
         shutil.rmtree(here / "run", ignore_errors=True)
+
+
+def plain_start(start: Start) -> Start:
+    """Return how vLLM is started for the baseline run of a scenario: with the same model."""
+    return PLAIN.model_copy(update={"windows": start.windows})
 
 
 @contextmanager

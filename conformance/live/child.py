@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 from prometheus_client import REGISTRY
 
 from kvconform.live import start
@@ -160,14 +161,7 @@ class Child:
             while waiting and waiting[0].at <= step:
                 ask = waiting.pop(0)
                 prompt = self._prompt(ask)
-                internal = str(
-                    engine.add_request(
-                        ask.id,
-                        {"prompt_token_ids": prompt},
-                        sampling_params(ask),
-                        priority=ask.priority,
-                    )
-                )
+                internal = send(engine, ask, prompt)
                 running[ask.id] = ask, prompt, internal, step
                 if self.job.fail and play.hits:
                     engine.engine_core.engine_core.scheduler.connector.kvconform_fail_load(internal)
@@ -181,9 +175,16 @@ class Child:
                 raise Stalled(f"no request progressed for {self.patience:g} s; waiting: {names}")
             for output in new:
                 outputs[output.request_id] = output
-                if output.finished and output.request_id in running:
-                    ask, prompt, internal, _ = running.pop(output.request_id)
-                    found.append(answer_of(ask, prompt, internal, output))
+                if output.outputs[0].finish_reason is None or output.request_id not in running:
+                    continue
+                ask, prompt, internal, began = running.pop(output.request_id)
+                if ask.turns:
+                    ask = next_turn(engine, ask, prompt, internal, output)
+                    running[ask.id] = ask, prompt, internal, began
+                    continue
+                if ask.said:
+                    go_on(engine, ask, internal, None)
+                found.append(answer_of(ask, prompt, internal, output))
             step += 1
             if interrupt is not None and step >= interrupt and running and tries < TRIES:
                 tries += 1
@@ -210,6 +211,8 @@ class Child:
         if ask.after is None:
             return ask.tokens
         before = self.answers[ask.after]
+        if before.said:
+            return [*before.said, *before.tokens[-ask.out :], *ask.tokens]
         return [*before.prompt, *before.tokens, *ask.tokens]
 
     def settle(self) -> None:
@@ -258,6 +261,56 @@ class Child:
         found = {name: value - self._counted.get(name, 0) for name, value in now.items()}
         self._counted = now
         return Counts(**found)
+
+
+def send(engine: Any, ask: Ask, prompt: list[int]) -> str:
+    """Add a request, or begin a session if more input follows; return vLLM's internal id."""
+    params = sampling_params(ask)
+    if not ask.turns:
+        found = engine.add_request(
+            ask.id, {"prompt_token_ids": prompt}, params, priority=ask.priority
+        )
+        return str(found)
+    request = _processed(engine, ask.id, prompt, ask, resumable=True)
+    engine.input_processor.assign_request_id(request)
+    _hand_over(engine, request)
+    return str(request.request_id)
+
+
+def next_turn(engine: Any, ask: Ask, prompt: list[int], internal: str, output: Any) -> Ask:
+    """Give a session its next input, and return what is left to do for it."""
+    more, *later = ask.turns
+    go_on(engine, ask, internal, more)
+    # vLLM drops the last token of the answer, which is not computed.
+    answer = output.outputs[0].token_ids[-ask.out : -1]
+    return ask.model_copy(update={"turns": later, "said": [*(ask.said or prompt), *answer, *more]})
+
+
+def go_on(engine: Any, ask: Ask, internal: str, more: list[int] | None) -> None:
+    """Give a session more input, or end it if there is none, as AsyncLLM does.
+
+    LLMEngine.add_request would make it a request of its own.
+    """
+    request = _processed(engine, internal, more or [0], ask, resumable=more is not None)
+    request.external_req_id = ask.id
+    _hand_over(engine, request)
+
+
+def _processed(engine: Any, id_: str, tokens: list[int], ask: Ask, *, resumable: bool) -> Any:
+    return engine.input_processor.process_inputs(
+        id_,
+        {"prompt_token_ids": list(tokens)},  # vLLM extends the list
+        sampling_params(ask),
+        supported_tasks=engine.get_supported_tasks(),
+        resumable=resumable,
+    )
+
+
+def _hand_over(engine: Any, request: Any) -> None:
+    engine.output_processor.add_request(request, None, None, 0)
+    # Both halves extend their list of tokens. AsyncLLM's engine is in a process of its own.
+    tokens = list(request.prompt_token_ids)
+    engine.engine_core.add_request(msgspec.structs.replace(request, prompt_token_ids=tokens))
 
 
 def interrupted(engine: Any) -> bool:
@@ -324,6 +377,7 @@ def answer_of(
         id=ask.id,
         internal=internal,
         prompt=prompt,
+        said=ask.said,
         tokens=tokens,
         logprobs=logprobs,
         seconds=seconds,

@@ -60,6 +60,7 @@ def make_run(
     tmp: Path,
     model: Path,
     book: Path | None,
+    drafter: Path | None = None,
     fail: bool = False,
     on_failure: str = "recompute",
     servers: Sequence[Servers] = (),
@@ -79,6 +80,7 @@ def make_run(
     faults = [fault for play in plays for fault in play.faults]
     job = Job(
         model=str(model),
+        drafter=None if drafter is None else str(drafter),
         start=start.model_dump(),
         transfer=transfer_of(target, tmp / "connector", on_failure),
         plays=plays,

@@ -47,16 +47,19 @@ class _Part(BaseModel):
 class Ask(_Part):
     """One request.
 
-    `tokens`: token ids of the prompt. With `after`, the prompt is the prompt and answer of that
-    earlier request, followed by `tokens`. `out`: tokens wanted. `at`: step of arrival. `abort`:
-    steps from its arrival until it is aborted. `entrypoint`: it is sent by HTTP, with its cache
-    `salt`, to the adapter `lora`. `embeds`: the content of a prompt that is sent as embeddings;
-    `tokens` are zeros then, as in vLLM's requests. `image`: the content of an image, whose tokens
-    come first.
+    `tokens`: token ids of the prompt. With `turns`, it is a session, and gets these, one after the
+    other, each when it has its `out` tokens; `said`: what it holds before the answer to the last
+    one that it got. With `after`, the prompt is the prompt and answer of that earlier request,
+    followed by `tokens`. `out`: tokens wanted. `at`: step of arrival. `abort`: steps from its
+    arrival until it is aborted. `entrypoint`: it is sent by HTTP, with its cache `salt`, to the
+    adapter `lora`. `embeds`: the content of a prompt that is sent as embeddings; `tokens` are zeros
+    then, as in vLLM's requests. `image`: the content of an image, whose tokens come first.
     """
 
     id: str
     tokens: list[int]
+    turns: list[list[int]] = []
+    said: list[int] = []
     after: str | None = None
     out: int
     at: int = 0
@@ -107,11 +110,12 @@ class Play(_Part):
 class Job(_Part):
     """One engine and what it is asked.
 
-    `transfer`: fields of vLLM's KVTransferConfig, None for no connector. `desk`: the directory in
-    which the child requests faults (kvconform.live.outage).
+    `model`, `drafter`: directories. `transfer`: fields of vLLM's KVTransferConfig, None for no
+    connector. `desk`: the directory in which the child requests faults (kvconform.live.outage).
     """
 
     model: str
+    drafter: str | None = None
     start: dict[str, Any]
     transfer: dict[str, Any] | None
     adapters: list[str] = []
@@ -149,6 +153,7 @@ class Answer(_Part):
     id: str
     internal: str = ""
     prompt: list[int]
+    said: list[int] = []
     tokens: list[int]
     logprobs: list[float]
     seconds: list[int]
@@ -247,6 +252,10 @@ FAMILY = 320
 """Tokens of a prompt family."""
 
 
+TURNS = 3
+"""Inputs of a session."""
+
+
 def tokens(count: int, *seed: Any) -> list[int]:
     """Return `count` random token ids, the same for the same seed."""
     source = random.Random(repr(seed))
@@ -297,6 +306,10 @@ def _phase(phase: Phase, workload: Workload, made: dict[str, list[int]], seed: i
         if phase.take == "continued":
             more = tokens(phase.more, seed, name, phase.name)
             asks.append(Ask(id=id_, tokens=more, after=f"{first}/{name}", out=workload.output))
+        elif phase.take == "sessions":
+            size = -(-len(ids) // TURNS)
+            inputs = [ids[start : start + size] for start in range(0, len(ids), size)]
+            asks.append(Ask(id=id_, tokens=inputs[0], turns=inputs[1:], out=workload.output))
         elif phase.take == "halves":
             asks.append(Ask(id=id_, tokens=ids[: max(1, len(ids) // 2)], out=1))
         else:

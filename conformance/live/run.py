@@ -15,7 +15,7 @@ from kvconform.contract.loader import Spec
 from kvconform.contract.scenario import Scenario, spared
 from kvconform.contract.trace import Event
 from kvconform.live import trace as traces
-from kvconform.live.baseline import Plains
+from kvconform.live.baseline import Plains, plain_start
 from kvconform.live.engine import Made, make_run, resolved
 from kvconform.live.events import bare, missing, own_events, thin
 from kvconform.live.job import Outcome, Play, plays
@@ -74,14 +74,15 @@ def run_live(
         )
         return LiveRun(variant, events, channels, lacks=lacks), made
     wanted = plays(scenario, spec.workloads.get(scenario.workload or ""), seed)
-    plain, book = known or plain_runs.get(unhurried(wanted))
+    plain, book = known or plain_runs.get(unhurried(wanted), plain_start(scenario.start))
     clear_all()
     made = make_run(
         scenario.start,
         resolved(wanted, plain),
         target,
         tmp=tmp,
-        model=plain_runs.model(wanted),
+        model=plain_runs.model(wanted, scenario.start),
+        drafter=plain_runs.drafter(scenario.start),
         book=book,
         fail=scenario.fail,
         on_failure=scenario.on_failure,

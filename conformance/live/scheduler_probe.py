@@ -137,6 +137,7 @@ class SchedulerProbe:
         self._wrap("add_request", self._add_request)
         self._wrap("finish_requests", self._finish_requests)
         self._wrap("reset_prefix_cache", self._reset_prefix_cache)
+        self._cut_sessions_back()
 
     def _wrap(self, name: str, around: Callable[..., Any]) -> None:
         """Replace a method of the scheduler by `around(original, ...)`.
@@ -157,11 +158,24 @@ class SchedulerProbe:
 
         setattr(self.scheduler, name, wrapped)
 
+    def _cut_sessions_back(self) -> None:
+        """Wrap Scheduler._update_request_as_session, which drops tokens that are not computed."""
+        original = self.scheduler._update_request_as_session
+
+        def update(session: Any, more: Any) -> None:
+            computed = session.num_computed_tokens
+            original(session, more)
+            self.roster.cut_back(session.request_id, computed)
+
+        self.scheduler._update_request_as_session = update
+
     # -- calls
     def _add_request(
         self, original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Wrap Scheduler.add_request."""
+        """Wrap Scheduler.add_request. More input of a session is no new request."""
+        if request.request_id in self.scheduler.requests:
+            return original(request, *args, **kwargs)
         self.roster.add(request)
         self.ledger.added(request)
         if any((known := described(request)).values()):

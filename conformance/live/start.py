@@ -183,12 +183,12 @@ def engine(job: Job) -> Any:
     start = job.start
     options: dict[str, Any] = {}
     if start["spec_tokens"]:
-        drafts = start["spec_tokens"]
+        drafter = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+        if job.drafter is not None:
+            drafter = {"method": "draft_model", "model": job.drafter}
         options["speculative_config"] = {
-            "method": "ngram",
-            "num_speculative_tokens": drafts,
-            "prompt_lookup_max": 3,
-            "prompt_lookup_min": 2,
+            **drafter,
+            "num_speculative_tokens": start["spec_tokens"],
         }
     if start["priority"]:
         options["scheduling_policy"] = "priority"

@@ -120,6 +120,13 @@ class Roster:
         known.chain = Chain(request.request_id, known.generation, known.identity)
         self.known[request.request_id] = known
 
+    def cut_back(self, req: str, length: int) -> None:
+        """Forget the tokens of a request from `length` on: its session goes on with others."""
+        known = self.known[req]
+        known.chain.truncate(length)
+        known.valid_end = min(known.valid_end, length)
+        known.remembered = min(known.remembered, length)
+
     def generation(self, req: str) -> int:
         """Return the incarnation of a request id; 0 for an unknown id.
 

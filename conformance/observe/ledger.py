@@ -584,10 +584,13 @@ def counted(trace: Trace, scheduler: Any) -> Iterator[None]:
     first = len(trace.events)
     yield
     requests, tokens, hits = (now - then for now, then in zip(_counts(stats), before, strict=True))
+    events = trace.events[first:]
+    # A session that goes on is admitted, too, with what it has computed, and not looked up.
+    looked_up = {event["req"] for event in events if event["kind"] == "lookup"}
     admitted = [
         event
-        for event in trace.events[first:]
-        if event["kind"] == "alloc" and not event["second_call"]
+        for event in events
+        if event["kind"] == "alloc" and not event["second_call"] and event["req"] in looked_up
     ]
     reading = [
         event

@@ -55,6 +55,15 @@ class SkipsLastLayer(_Tampers):
                 new[number] = old[number]
 
 
+class ForgetsTheDraftModel(ReferenceConnector):
+    """Registers the layers of the model, and none of the model that makes drafts."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(
+            {name: layer for name, layer in kv_caches.items() if "draft" not in name}
+        )
+
+
 class RoundsLoads(_Tampers):
     """Rounds the float32 KV that it loads to bfloat16."""
 

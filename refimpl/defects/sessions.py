@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvconform.refimpl.connector import Finish, ReferenceConnector
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from kvconform.refimpl.tracking import Tracked
 
 
 class KeepsKeys(ReferenceConnector):
@@ -36,3 +39,17 @@ class KeepsKeys(ReferenceConnector):
         result = super().request_finished(request, block_ids)
         self.__dict__.get("_kept", {}).pop(request.request_id, None)
         return result
+
+
+class AppendsToSessions(ReferenceConnector):
+    """Adds the blocks of a session that goes on to those that it had, although vLLM names all."""
+
+    def _extend_table(
+        self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool
+    ) -> None:
+        tables: dict[str, list[int]] = self.__dict__.setdefault("_tables", {})
+        super()._extend_table(tracked, new_blocks, replaces)
+        request = tracked.request
+        if replaces and request.resumable:
+            tracked.table = [*tables.get(request.request_id, ()), *tracked.table]
+        tables[request.request_id] = list(tracked.table)
