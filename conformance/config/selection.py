@@ -116,7 +116,7 @@ class Selection:
     - `shard`: the part of all runs that `variants` and `switched_off` are.
     - `beyond`: cases and requirements of other vLLM releases.
     - `without`: number of runs left out because their model runner does not support connectors yet.
-    - `beyond_profile`: number of runs of the profile's cases that it leaves out.
+    - `beyond_profile`: number of runs that the profile leaves out, and one that extends it has.
     - `runless`: cases that are named by id and have no run with this engine and scheduling.
     """
 
@@ -202,6 +202,13 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
                 or variant.case.id in wanted_variants
             ):
                 (found.switched_off if name in off else found.variants).append(variant)
+    if wanted_cases is None:
+        found.beyond_profile += sum(
+            not known or runs_on(variant.runner, vllm)
+            for case in _left_out(spec, settings.profile)
+            if not known or case.in_force(vllm)
+            for variant in case.variants(settings.engines, settings.schedulings, settings.slows)
+        )
     if not found.variants and not found.switched_off:
         raise UsageError(
             f"nothing to run: no selected case runs on engine {settings.engine} "
@@ -215,6 +222,17 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
         if found.shard.number != 1:  # they are not run: the first shard reports them all
             found.switched_off = []
     return found
+
+
+def _left_out(spec: Spec, profile: str) -> list[Case]:
+    """Return the cases that a profile does not have, and one that extends it has."""
+    wider = [each for each in spec.profiles.values() if profile in each.includes]
+    mine = set(select_profile(spec.profiles, profile, (), spec.cases.values())[1])
+    return [
+        case
+        for case in spec.cases.values()
+        if case.id not in mine and any(each.has_case(case) for each in wider)
+    ]
 
 
 def _matching(globs: Iterable[str], names: Iterable[str]) -> list[str]:

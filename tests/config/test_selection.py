@@ -10,6 +10,7 @@ import pytest
 from kvconform.config.selection import select
 from kvconform.config.settings import Settings
 from kvconform.contract.loader import load_spec
+from kvconform.contract.profile import select as select_profile
 
 SPEC = load_spec()
 
@@ -19,11 +20,18 @@ def runs(**settings: Any) -> set[tuple[str, str, str]]:
     return {(each.case.id, each.engine, each.scheduling) for each in found}
 
 
-def test_core_is_a_part_of_full_with_every_case_engine_and_scheduling() -> None:
+def cases(profile: str) -> set[str]:
+    return set(select_profile(SPEC.profiles, profile, (), SPEC.cases.values())[1])
+
+
+def test_core_is_a_part_of_full_with_every_engine_and_scheduling_of_its_cases() -> None:
     core, full = runs(), runs(profile="full")
     assert core < full
-    for axis in (0, 1, 2):
-        assert {(run[0], run[axis]) for run in core} == {(run[0], run[axis]) for run in full}
+    for axis in (1, 2):
+        assert {(run[0], run[axis]) for run in core} == {
+            (run[0], run[axis]) for run in full if run[0] in cases("core")
+        }
+    assert {run[0] for run in full} == cases("full")
 
 
 def test_core_crosses_engines_and_schedulings_where_scheduling_is_the_subject() -> None:
@@ -31,15 +39,20 @@ def test_core_crosses_engines_and_schedulings_where_scheduling_is_the_subject() 
         return {run for run in found if run[0].startswith(f"{area}.")}
 
     core, full = runs(), runs(profile="full")
-    assert of("placeholders", core) == of("placeholders", full)
+    crossed = of("placeholders", full)
+    assert of("placeholders", core) == {run for run in crossed if run[0] in cases("core")}
     assert of("identity", core) < of("identity", full)
 
 
-@pytest.mark.parametrize(
-    "narrowed", [{"engine": "vllm"}, {"scheduling": "sync"}, {"select": ["identity.*"]}]
-)
-def test_who_names_an_axis_or_a_case_gets_all_its_runs(narrowed: dict[str, Any]) -> None:
-    assert runs(**narrowed) == runs(profile="full", **narrowed)
+def test_who_names_cases_gets_all_their_runs() -> None:
+    named = ["identity.*"]
+    assert runs(select=named) == runs(profile="full", select=named)
+
+
+@pytest.mark.parametrize("axis", [{"engine": "vllm"}, {"scheduling": "sync"}])
+def test_who_names_an_axis_gets_all_its_runs_of_the_profile_s_cases(axis: dict[str, Any]) -> None:
+    full = runs(profile="full", **axis)
+    assert runs(**axis) == {run for run in full if run[0] in cases("core")}
 
 
 def test_cases_that_are_named_and_have_no_run_are_told() -> None:
