@@ -222,9 +222,12 @@ class ThreadPoolConnector(KVConnectorBase_V1):
                 self._unreadable.add(stem)
 
     def reset_cache(self) -> bool | None:
-        """Begin a new generation; KV that was computed before is not stored any more."""
-        self._generation += 1
-        (self._store / str(self._generation)).mkdir()
+        """Begin a new generation; KV that was computed before is not stored any more.
+
+        Other engines over the same store begin some, too.
+        """
+        self._generation = 1 + max(int(path.name) for path in self._store.iterdir())
+        (self._store / str(self._generation)).mkdir(exist_ok=True)
         for path in self._store.iterdir():
             # A load that still runs reads an older generation; the next reset deletes it.
             if path.name != str(self._generation) and not self._loading:
