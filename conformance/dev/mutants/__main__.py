@@ -17,8 +17,17 @@ import typer
 from kvconform.config.limits import in_seconds
 from kvconform.config.settings import parse
 from kvconform.dev.mutants import page
-from kvconform.dev.mutants.campaign import Choice, Judging, all_of, chosen, judge, original_of
-from kvconform.dev.mutants.result import Result
+from kvconform.dev.mutants.campaign import (
+    Choice,
+    Judging,
+    all_of,
+    chosen,
+    judge,
+    judge_kills,
+    original_of,
+)
+from kvconform.dev.mutants.campaign import kills as recorded_kills
+from kvconform.dev.mutants.result import Result, read
 from kvconform.dev.mutants.subject import lacks, subject, subjects
 from kvconform.errors import KvconformError
 from kvconform.execute import choice as executors
@@ -72,6 +81,10 @@ def main(
     again: Annotated[
         bool, typer.Option(help="judge recorded survivors again, and nothing else")
     ] = False,
+    kills: Annotated[
+        bool,
+        typer.Option(help="judge recorded kills again, each by its run; exit 1 if one survives"),
+    ] = False,
     results: Annotated[Path, typer.Option(help="folder of the results")] = page.RESULTS,
     cache: Annotated[Path, typer.Option(help="folder for what the originals do")] = Path(
         "build/mutants"
@@ -92,19 +105,41 @@ def main(
         if pages:
             sys.exit(page.main(ROOT, check=check))
         most = in_seconds(minutes, seconds)
-        choice = Choice(
-            sample, seed, parse(shard) if shard else None, most, tuple(only or ()), again
-        )
+        part = parse(shard) if shard else None
+        choice = Choice(sample, seed, part, most, tuple(only or ()), again, kills)
+        lost = 0
         for each in [subject(one) for one in name] if name else subjects().values():
             problem = lacks(each, ROOT)
             if problem is not None:
                 print(f"{each.id}: UNSUPPORTED: {problem}", flush=True)
                 continue
             judging = Judging(each.id, str(ROOT), explore, tuple(case or ()), limit)
+            if kills:
+                lost += _judge_kills(judging, choice, results, executors.parse(where), jobs)
+                continue
             _run(judging, choice, results, cache, executors.parse(where), jobs, listed=listed)
     except (KvconformError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    sys.exit(1 if lost else 0)
+
+
+def _judge_kills(
+    judging: Judging, choice: Choice, folder: Path, where: executors.Choice, jobs: int | None
+) -> int:
+    """Judge recorded kills again; print those that survive now, and return how many do."""
+    name = judging.subject
+    path = folder / f"{name}.jsonl"
+    with judging.server(ROOT) as server:
+        known = recorded_kills(all_of(server), read(path))
+    mine = {each: known[each] for each in chosen(list(known), choice)}
+    print(f"{name}: {len(mine)} of {len(known)} recorded kills", flush=True)
+    lost = 0
+    for before, now in judge_kills(judging, mine, path, where, jobs) if mine else ():
+        if now.outcome != "killed":
+            lost += 1
+            print(f"no longer killed by {before.run}:", shown(now), sep="\n", flush=True)
+    return lost
 
 
 def _run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +36,7 @@ class Choice:
     - `shard`: the part of the sample. `seconds`: start no further one after this time.
     - `only`: texts of which a site must contain one.
     - `again`: judge those again that are recorded as survivors, and no others.
+    - `kills`: judge those again that are recorded as killed by a case, each by that run.
     """
 
     sample: int | None = None
@@ -44,6 +45,7 @@ class Choice:
     seconds: float | None = None
     only: tuple[str, ...] = ()
     again: bool = False
+    kills: bool = False
 
 
 def chosen(mutations: Sequence[Mutation], choice: Choice) -> list[Mutation]:
@@ -80,6 +82,15 @@ def left(mutations: Iterable[Mutation], done: Iterable[Result], *, again: bool) 
     return [each for each in mutations if (each.site, digest(each.source)) not in known]
 
 
+def kills(mutations: Iterable[Mutation], done: Iterable[Result]) -> dict[Mutation, Result]:
+    """Return the mutants that a run of a case has killed, and their results.
+
+    The rest of their module may have changed since.
+    """
+    known = {each.site: each for each in done if each.killed_by_a_case}
+    return {each: known[each.site] for each in mutations if each.site in known}
+
+
 ORIGINAL = "original"
 
 
@@ -89,7 +100,7 @@ class Judging:
 
     A piece is a Mutation; its result is a Result. That of the piece ORIGINAL is the Original.
 
-    - `root`: the repository. `explore`, `cases`, `limit`: as for Server.
+    - `root`: the repository. `explore`, `cases`, `limit`, `runs`: as for Server.
     - `original`: None: each worker examines it when it starts.
     - `killers`: sites whose mutants were killed, and the runs that killed them.
     """
@@ -99,6 +110,7 @@ class Judging:
     explore: float
     cases: tuple[str, ...] = ()
     limit: float | None = None
+    runs: tuple[str, ...] = ()
     original: Original | None = None
     killers: tuple[tuple[Site, str], ...] = ()
     fresh: bool = False
@@ -134,6 +146,7 @@ class Judging:
             explore=self.explore,
             cases=self.cases,
             limit=self.limit,
+            runs=self.runs,
         )
 
 
@@ -168,7 +181,7 @@ def judge(
     `jobs`: workers; None: as many as the executor has room for.
     """
     done = [each for each in results.read(path) if each.subject == judging.subject]
-    killed = (each for each in done if each.outcome == "killed" and each.run and not each.explored)
+    killed = (each for each in done if each.killed_by_a_case)
     judging = replace(judging, killers=tuple((each.site, each.run) for each in killed))
     began = time.monotonic()
     coming = itertools.takewhile(
@@ -180,3 +193,28 @@ def judge(
             if isinstance(result, Result):  # a worker that died has not judged its mutant
                 results.append(path, result)
                 yield result
+
+
+def judge_kills(
+    judging: Judging, known: Mapping[Mutation, Result], path: Path, where: Where, jobs: int | None
+) -> Iterator[tuple[Result, Result]]:
+    """Judge recorded kills again, each by the run that killed it, and those of its neighbours.
+
+    Yields what is recorded, and the result. A kill that is confirmed is recorded with the day, the
+    source and the suite of this one.
+    """
+    killers = tuple((each.site, each.run) for each in known.values())
+    runs = tuple(sorted({each.run for each in known.values()}))
+    recorded_by_site = {each.site: each for each in known.values()}
+    judging = replace(judging, original=None, explore=0.0, runs=runs, killers=killers)
+    with executor(where, judging, "mutants", jobs) as workers:
+        for _, result in workers.run(known):
+            if not isinstance(result, Result):  # a worker that died has not judged its mutant
+                continue
+            before = recorded_by_site[result.site]
+            if result.outcome == "killed":
+                confirmed = replace(
+                    before, suite=result.suite, digest=result.digest, date=result.date
+                )
+                results.append(path, confirmed)
+            yield before, result

@@ -45,7 +45,7 @@ class Job:
     - `runs`: in this order. `plain`: their baseline runs, by the suite's id of the run.
     - `seconds`: those of the original, by run.
     - `limit`: seconds of all runs together, after which no further one begins; None: no limit.
-    - `excused`: `run requirement` that kills nothing. `skipped`: runs that judge nothing of the
+    - `excused`: `case requirement` that kills nothing. `skipped`: runs that judge nothing of the
       original. `known`: causes that exploration may find.
     - `files`: files of the subject's modules, by module.
     """
@@ -153,7 +153,8 @@ def _mutant(connection: Connection, job: Job, spec: Spec, targets: Mapping[str, 
         start = clock.monotonic()
         with watchdog.case(run.id, limit):
             report = _judge(run, targets[run.setup], spec, job, job.scratch / str(number))
-        failed = [each for each in failures(report) if f"{run.id} {each}" not in job.excused]
+        case = run.variant.case.id
+        failed = [each for each in failures(report) if f"{case} {each}" not in job.excused]
         seconds = round(clock.monotonic() - start, 3)
         message: Message = {"run": run.id, "seconds": seconds, "failed": failed}
         if report.harness_error:

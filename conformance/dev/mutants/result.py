@@ -62,6 +62,11 @@ class Result:
         """The mutation's identity."""
         return Site(self.module, self.function, self.operator, self.line, self.occurrence)
 
+    @property
+    def killed_by_a_case(self) -> bool:
+        """Whether a run of a case killed it: not its start, and no random workload."""
+        return self.outcome == "killed" and bool(self.run) and not self.explored
+
     def to_json(self) -> str:
         """Return the result as a line of JSON, without defaults."""
         kept = {name: value for name, value in asdict(self).items() if value not in ("", [], False)}
@@ -69,6 +74,11 @@ class Result:
 
 
 _RESULT: TypeAdapter[Result] = TypeAdapter(Result)
+
+
+def case_of(run: str) -> str:
+    """Return the case of a run `SETUP/CASE[...]`."""
+    return run.partition("/")[2].partition("[")[0]
 
 
 def read(path: Path) -> list[Result]:

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +34,11 @@ from kvconform.process import scratch, watchdog
 from kvconform.run.runs import PlainRuns
 
 HOOK_TIMEOUT = 10.0
+TRIES = 2
+"""Times that the original makes a run again before its failure counts as that of a mutant.
+
+A connector with threads may fail a requirement in one run of several.
+"""
 SPARE = 120.0
 """Seconds that a mutant may take in addition to five times the original's runs."""
 
@@ -41,8 +47,8 @@ class Server:
     """Judges the mutants of one subject, one at a time. A context manager.
 
     `explore`: seconds of random workloads for a mutant that no case kills. `cases`: the only ones
-    to run; default: all of the suite. `limit`: seconds of a mutant's runs, after which no further
-    one begins. `hook_timeout`: seconds that a mutant's hook may take.
+    to run; default: all of the suite. `runs`: the same for runs. `limit`: seconds of a mutant's
+    runs, after which no further one begins. `hook_timeout`: seconds that a mutant's hook may take.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class Server:
         explore: float,
         cases: Sequence[str] = (),
         limit: float | None = None,
+        runs: Sequence[str] = (),
         hook_timeout: float = HOOK_TIMEOUT,
     ) -> None:
         self.subject = subject
@@ -68,14 +75,20 @@ class Server:
         self._settings: dict[str, Settings] = {
             setup.id: settings_of(subject, setup, root, cases) for setup in subject.setups
         }
-        self._runs = {run.id: run for run in runs_of(self._settings, spec, vllm)}
+        self._runs = {
+            run.id: run
+            for run in runs_of(self._settings, spec, vllm)
+            if run.variant.case.id not in subject.broken and (not runs or run.id in runs)
+        }
         first = self._settings[subject.setups[0].id]
-        self._judged = select(spec, first, vllm).judged
+        judged = select(spec, first, vllm).judged
+        self._judged = [each for each in judged if each not in subject.unkept]
         self._paths = {name: path_of(name, subject, root) for name in subject.modules}
         self._plain: dict[str, PlainRuns] = {}
         self._scratch = scratch.make("mutants", scratch_root())
         self._number = 0
         self.original = Original("")
+        self._tried: Counter[str] = Counter()
 
     def __enter__(self) -> Server:
         return self
@@ -130,8 +143,8 @@ class Server:
         for message in self._messages(job, 6 * 3600.0):
             run = str(message.get("run", ""))
             if run == EXPLORING:
-                found.found += message["causes"]
-            elif run:
+                found.found += message.get("causes", ())
+            elif "seconds" in message:
                 found.seconds[run] = message["seconds"]
                 found.failed += [f"{run} {each}" for each in message["failed"]]
                 found.skipped += [run] if message["skipped"] else []
@@ -143,7 +156,17 @@ class Server:
         return found
 
     def judge(self, mutation: Mutation) -> Result:
-        """Judge one mutant."""
+        """Judge one mutant. What the original fails, too, now and then, does not kill it."""
+        start = time.perf_counter()
+        made = self._judged_once(mutation)
+        while made.killed_by_a_case and self._fails_without_it(made):
+            made = self._judged_once(mutation)
+        made.seconds = round(time.perf_counter() - start, 2)
+        if made.killed_by_a_case:
+            self.killers.add(mutation.site, made.run)
+        return made
+
+    def _judged_once(self, mutation: Mutation) -> Result:
         site = mutation.site
         reached = self.original.reaching(site.module, mutation.lines)
         apart = {name for name, run in self._runs.items() if run.has_processes}
@@ -165,14 +188,28 @@ class Server:
             diff=mutation.diff(),
             date=time.strftime("%Y-%m-%d"),
         )
-        start = time.perf_counter()
         limit = SPARE + self.explore + 5 * sum(self.original.seconds.get(each, 0) for each in order)
         for message in self._messages(job, limit):
             self._take(made, message)
-        made.seconds = round(time.perf_counter() - start, 2)
-        if made.outcome == "killed" and made.run and not made.explored:
-            self.killers.add(site, made.run)
         return made
+
+    def _fails_without_it(self, made: Result) -> bool:
+        """Return whether the original, too, fails what killed a mutant, in the same run.
+
+        It makes the run TRIES times more, once per run. What it fails is excused from then on.
+        """
+        run = self._runs[made.run]
+        while self._tried[run.id] < TRIES:
+            self._tried[run.id] += 1
+            for message in self._messages(self._job(None, [run], explore=0.0), SPARE):
+                self.original.failed += [f"{run.id} {each}" for each in message.get("failed", ())]
+        excused = self._excused()
+        return any(f"{run.variant.case.id} {each}" in excused for each in made.requirements)
+
+    def _excused(self) -> frozenset[str]:
+        """Return `case requirement` for all that the original fails: it may in another run, too."""
+        found = (each.rpartition(" ") for each in self.original.failed)
+        return frozenset(f"{results.case_of(run)} {requirement}" for run, _, requirement in found)
 
     def _take(self, made: Result, message: Message) -> None:
         """Add a message of the child to the result."""
@@ -202,7 +239,9 @@ class Server:
             made.outcome = "undecided"
             made.note = f"did not end in time, and the original takes {usual:g} s"
 
-    def _job(self, mutation: Mutation | None, runs: Sequence[Run]) -> Job:
+    def _job(
+        self, mutation: Mutation | None, runs: Sequence[Run], explore: float | None = None
+    ) -> Job:
         self._number += 1
         first = self.subject.setups[0].id
         return Job(
@@ -213,12 +252,12 @@ class Server:
             self._scratch / str(self._number),
             self._judged,
             self._hook_timeout if mutation else 60.0,
-            self.explore * (1 if mutation else 2),
+            self.explore * (1 if mutation else 2) if explore is None else explore,
             first,
             plain=self._plain,
             seconds=self.original.seconds,
             limit=self.limit if mutation else None,
-            excused=frozenset(self.original.failed),
+            excused=self._excused(),
             skipped=frozenset(self.original.skipped),
             known=frozenset(self.original.found),
             files={module: str(path) for module, path in self._paths.items()},

@@ -65,7 +65,11 @@ class Setup(BaseModel):
 
 
 class Subject(BaseModel):
-    """A correct connector, the modules that are mutated, and its configurations."""
+    """A correct connector, the modules that are mutated, and its configurations.
+
+    `unkept`: requirements of its own declaration that the original does not keep. They kill no
+    mutant. `broken`: cases with which the original cannot deal; none of them is run.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -74,6 +78,8 @@ class Subject(BaseModel):
     connector: str
     modules: list[str] = Field(min_length=1)
     setups: list[Setup] = Field(min_length=1)
+    unkept: list[str] = []
+    broken: list[str] = []
 
 
 @dataclass(frozen=True)
