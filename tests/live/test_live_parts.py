@@ -7,11 +7,15 @@ They cover scenarios, workloads, the comparison, reduction, and the tiny model.
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file
 
 from kvconform.config.settings import Settings
 from kvconform.config.target import Target
@@ -22,9 +26,9 @@ from kvconform.contract.scenario import MAX_MODEL_LEN, Scenario, Workload
 from kvconform.errors import EnvironmentProblem, UsageError
 from kvconform.fixtures.tiny_llama import make
 from kvconform.judge.describe import describe
-from kvconform.live import events
+from kvconform.live import child, events
 from kvconform.live.events import compare, end_event, missing, own_events
-from kvconform.live.job import Answer, Counts, Outcome, PhaseDone, plays
+from kvconform.live.job import Answer, Ask, Counts, Outcome, PhaseDone, plays
 from kvconform.live.pair_run import asked
 from kvconform.live.process import Ended
 from kvconform.live.random import (
@@ -39,6 +43,7 @@ from kvconform.live.random import (
     text_of,
 )
 from kvconform.live.run import unhurried
+from kvconform.live.state import Roster
 from kvconform.run import live_runs
 
 SPEC = load_spec(live=True)
@@ -71,6 +76,7 @@ def test_scenarios_take_the_place_of_cases() -> None:
             },
             "n-gram",
         ),
+        ({"id": "x", "text": "t", "workload": "w", "start": {"draft_model": True}}, "draft model"),
         ({"id": "x", "text": "t", "workload": "w", "start": {"block": 3}}, "block"),
         ({"id": "x", "text": "t", "workload": "w", "start": {"blocks": "3"}}, "blocks"),
     ],
@@ -325,6 +331,42 @@ def test_a_baseline_run_is_neither_restarted_nor_interrupted() -> None:
         ]
 
 
+def test_a_session_gets_its_prompt_in_three_inputs_and_is_asked_again_as_one() -> None:
+    scenario: Any = SPEC.cases["live.sessions"]
+    cold, *_, whole, _ = plays(scenario, SPEC.workloads["in-turns"], 0)
+    prompts = {prompt.name: prompt.tokens for prompt in SPEC.workloads["in-turns"].prompts}
+    for ask in cold.asks:
+        inputs = [ask.tokens, *ask.turns]
+        assert len(inputs) == 3
+        assert sum(map(len, inputs)) == prompts[ask.id.partition("/")[2]]
+    assert {ask.after for ask in whole.asks} == {ask.id for ask in cold.asks}
+
+
+def test_what_a_session_holds_lacks_the_last_token_of_each_earlier_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[list[int] | None] = []
+    ask = Ask(id="p/a", tokens=[1, 2], turns=[[3], [4, 5]], out=2)
+    output: Any = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[10, 11])])
+    monkeypatch.setattr(child, "go_on", lambda _engine, _ask, _id, more: sent.append(more))
+    ask = child.next_turn(None, ask, [1, 2], "a-0", output)
+    output.outputs[0].token_ids += [12, 13]
+    ask = child.next_turn(None, ask, [1, 2], "a-0", output)
+    assert (ask.turns, ask.said) == ([], [1, 2, 10, 3, 12, 4, 5])
+    assert sent == [[3], [4, 5]]
+
+
+def test_what_follows_a_cut_is_another_content() -> None:
+    request: Any = SimpleNamespace(request_id="r", all_token_ids=[1, 2, 3, 4])
+    roster = Roster()
+    roster.add(request)
+    before = list(roster.chain(request)[0])
+    request.all_token_ids = [1, 2, 3, 9, 10]  # its session dropped the 4
+    roster.cut_back("r", 3)
+    after = roster.chain(request)[0]
+    assert after[:3] == before[:3] and after[3] != before[3] and len(after) == 5
+
+
 def test_a_restart_needs_an_engine_in_a_process_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("id: mine\ntext: t\nworkload: restarted\n")
@@ -373,6 +415,21 @@ def test_the_tiny_model_is_the_same_every_time(tmp_path: Path) -> None:
     }
     assert len(digests) == 1 and (tmp_path / "a" / "config.json").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_drafter_s_weights_are_near_the_model_s_and_windows_leave_them_alone(
+    tmp_path: Path,
+) -> None:
+    plain = load_file(make(tmp_path / "plain") / "model.safetensors")
+    drafter = load_file(make(tmp_path / "drafter", drafter=True) / "model.safetensors")
+    windows = make(tmp_path / "windows", windows=True)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    error = (drafter[name] - plain[name]).norm() / plain[name].norm()
+    assert 0.02 < error < 0.1
+    same = load_file(windows / "model.safetensors")
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in same.items())
+    config = json.loads((windows / "config.json").read_text())
+    assert config["layer_types"] == ["full_attention", "sliding_attention"]
 
 
 def test_every_workload_is_used_and_every_name_is_known() -> None:
