@@ -160,7 +160,9 @@ class SchedulerProbe:
 
     def _cut_sessions_back(self) -> None:
         """Wrap Scheduler._update_request_as_session, which drops tokens that are not computed."""
-        original = self.scheduler._update_request_as_session
+        original = getattr(self.scheduler, "_update_request_as_session", None)
+        if original is None:  # releases without sessions
+            return
 
         def update(session: Any, more: Any) -> None:
             computed = session.num_computed_tokens
@@ -175,7 +177,10 @@ class SchedulerProbe:
     ) -> Any:
         """Wrap Scheduler.add_request. More input of a session is no new request."""
         if request.request_id in self.scheduler.requests:
-            return original(request, *args, **kwargs)
+            self.ledger.before_update()
+            result = original(request, *args, **kwargs)
+            self.ledger.state_changes("continue")  # the last input ends the session
+            return result
         self.roster.add(request)
         self.ledger.added(request)
         if any((known := described(request)).values()):

@@ -43,6 +43,26 @@ class KeepsTables(ReferenceConnector):
         tables[request.request_id] = self._tracked[request.request_id].table
 
 
+class KeepsUnanswered(ReferenceConnector):
+    """Answers the first lookup of a request with None, and forgets that when it is admitted.
+
+    A request that is aborted before leaves its entry behind.
+    """
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
+        asked: set[str] = self.__dict__.setdefault("_asked", set())
+        if request.request_id not in asked:
+            asked.add(request.request_id)
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._asked.discard(request.request_id)
+
+
 class _Kept(ReferenceConnector):
     """Leaves something behind for every load of the worker half."""
 

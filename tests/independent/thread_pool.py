@@ -224,7 +224,7 @@ class ThreadPoolConnector(KVConnectorBase_V1):
     def reset_cache(self) -> bool | None:
         """Begin a new generation; KV that was computed before is not stored any more.
 
-        Other engines over the same store begin some, too.
+        Other engines over the same store begin some, too; what they save is lost until they reset.
         """
         self._generation = 1 + max(int(path.name) for path in self._store.iterdir())
         (self._store / str(self._generation)).mkdir(exist_ok=True)

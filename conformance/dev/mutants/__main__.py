@@ -29,7 +29,7 @@ from kvconform.dev.mutants.campaign import (
 from kvconform.dev.mutants.campaign import kills as recorded_kills
 from kvconform.dev.mutants.result import Result, read
 from kvconform.dev.mutants.subject import lacks, subject, subjects
-from kvconform.errors import KvconformError
+from kvconform.errors import KvconformError, UsageError
 from kvconform.execute import choice as executors
 
 ROOT = Path.cwd()
@@ -83,7 +83,9 @@ def main(
     ] = False,
     kills: Annotated[
         bool,
-        typer.Option(help="judge recorded kills again, each by its run; exit 1 if one survives"),
+        typer.Option(
+            help="judge recorded kills again, each by its run; exit 1 unless each is confirmed"
+        ),
     ] = False,
     results: Annotated[Path, typer.Option(help="folder of the results")] = page.RESULTS,
     cache: Annotated[Path, typer.Option(help="folder for what the originals do")] = Path(
@@ -106,7 +108,11 @@ def main(
             sys.exit(page.main(ROOT, check=check))
         most = in_seconds(minutes, seconds)
         part = parse(shard) if shard else None
-        choice = Choice(sample, seed, part, most, tuple(only or ()), again, kills)
+        choice = Choice(sample, seed, part, most, tuple(only or ()), again)
+        if kills and (again or case):
+            raise UsageError(
+                "--kills makes the runs that are recorded: it takes no --again or --case"
+            )
         lost = 0
         for each in [subject(one) for one in name] if name else subjects().values():
             problem = lacks(each, ROOT)
@@ -115,7 +121,9 @@ def main(
                 continue
             judging = Judging(each.id, str(ROOT), explore, tuple(case or ()), limit)
             if kills:
-                lost += _judge_kills(judging, choice, results, executors.parse(where), jobs)
+                lost += _judge_kills(
+                    judging, choice, results, executors.parse(where), jobs, listed=listed
+                )
                 continue
             _run(judging, choice, results, cache, executors.parse(where), jobs, listed=listed)
     except (KvconformError, ValueError) as error:
@@ -125,21 +133,37 @@ def main(
 
 
 def _judge_kills(
-    judging: Judging, choice: Choice, folder: Path, where: executors.Choice, jobs: int | None
+    judging: Judging,
+    choice: Choice,
+    folder: Path,
+    where: executors.Choice,
+    jobs: int | None,
+    *,
+    listed: bool,
 ) -> int:
-    """Judge recorded kills again; print those that survive now, and return how many do."""
+    """Judge recorded kills again; print those that are not confirmed, and return their number."""
     name = judging.subject
     path = folder / f"{name}.jsonl"
     with judging.server(ROOT) as server:
         known = recorded_kills(all_of(server), read(path))
     mine = {each: known[each] for each in chosen(list(known), choice)}
     print(f"{name}: {len(mine)} of {len(known)} recorded kills", flush=True)
-    lost = 0
-    for before, now in judge_kills(judging, mine, path, where, jobs) if mine else ():
+    if listed:
+        print(*(f"{each.site}\n{'':20} {result.run}" for each, result in mine.items()), sep="\n")
+    if listed or not mine:
+        return 0
+    judged = confirmed = 0
+    for before, now in judge_kills(judging, mine, choice, path, where, jobs):
+        judged += 1
+        confirmed += now.outcome == "killed"
         if now.outcome != "killed":
-            lost += 1
-            print(f"no longer killed by {before.run}:", shown(now), sep="\n", flush=True)
-    return lost
+            word = "undecided" if now.outcome == "undecided" else "no longer killed"
+            print(f"{word} by {before.run}:", shown(now), sep="\n", flush=True)
+    missing = 0 if choice.seconds is not None else len(mine) - judged
+    if missing:
+        print(f"{name}: {missing} not judged, as the worker's process ended", flush=True)
+    print(f"{name}: {confirmed} confirmed", flush=True)
+    return judged - confirmed + missing
 
 
 def _run(

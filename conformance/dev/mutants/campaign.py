@@ -36,7 +36,6 @@ class Choice:
     - `shard`: the part of the sample. `seconds`: start no further one after this time.
     - `only`: texts of which a site must contain one.
     - `again`: judge those again that are recorded as survivors, and no others.
-    - `kills`: judge those again that are recorded as killed by a case, each by that run.
     """
 
     sample: int | None = None
@@ -45,7 +44,6 @@ class Choice:
     seconds: float | None = None
     only: tuple[str, ...] = ()
     again: bool = False
-    kills: bool = False
 
 
 def chosen(mutations: Sequence[Mutation], choice: Choice) -> list[Mutation]:
@@ -100,7 +98,8 @@ class Judging:
 
     A piece is a Mutation; its result is a Result. That of the piece ORIGINAL is the Original.
 
-    - `root`: the repository. `explore`, `cases`, `limit`, `runs`: as for Server.
+    - `root`: the repository. `explore`, `cases`, `limit`: as for Server.
+    - `again`: make only the run of `killers` with each mutant.
     - `original`: None: each worker examines it when it starts.
     - `killers`: sites whose mutants were killed, and the runs that killed them.
     """
@@ -110,7 +109,7 @@ class Judging:
     explore: float
     cases: tuple[str, ...] = ()
     limit: float | None = None
-    runs: tuple[str, ...] = ()
+    again: bool = False
     original: Original | None = None
     killers: tuple[tuple[Site, str], ...] = ()
     fresh: bool = False
@@ -127,6 +126,9 @@ class Judging:
         """Start a Server in this process."""
         with self.server(Path(place.here(self.root))) as server:
             server.start(self.original)
+            if not server.original.seconds:
+                why = (*server.original.errors, "none of its runs exists any more")[0]
+                raise EnvironmentProblem(f"{self.subject}: the original does not run: {why}")
             for site, run in self.killers:
                 server.killers.add(site, run)
             yield lambda piece: server.original if isinstance(piece, str) else server.judge(piece)
@@ -146,7 +148,7 @@ class Judging:
             explore=self.explore,
             cases=self.cases,
             limit=self.limit,
-            runs=self.runs,
+            recorded=dict(self.killers) if self.again else None,
         )
 
 
@@ -183,11 +185,7 @@ def judge(
     done = [each for each in results.read(path) if each.subject == judging.subject]
     killed = (each for each in done if each.killed_by_a_case)
     judging = replace(judging, killers=tuple((each.site, each.run) for each in killed))
-    began = time.monotonic()
-    coming = itertools.takewhile(
-        lambda _: choice.seconds is None or time.monotonic() - began <= choice.seconds,
-        left(mutations, done, again=choice.again),
-    )
+    coming = _in_time(left(mutations, done, again=choice.again), choice)
     with executor(where, judging, "mutants", jobs) as workers:
         for _, result in workers.run(coming):
             if isinstance(result, Result):  # a worker that died has not judged its mutant
@@ -196,25 +194,37 @@ def judge(
 
 
 def judge_kills(
-    judging: Judging, known: Mapping[Mutation, Result], path: Path, where: Where, jobs: int | None
+    judging: Judging,
+    known: Mapping[Mutation, Result],
+    choice: Choice,
+    path: Path,
+    where: Where,
+    jobs: int | None,
 ) -> Iterator[tuple[Result, Result]]:
-    """Judge recorded kills again, each by the run that killed it, and those of its neighbours.
+    """Judge recorded kills again, each by the run that killed it.
 
     Yields what is recorded, and the result. A kill that is confirmed is recorded with the day, the
-    source and the suite of this one.
+    source and the suite of this one. EnvironmentProblem if the original does not run.
     """
-    killers = tuple((each.site, each.run) for each in known.values())
-    runs = tuple(sorted({each.run for each in known.values()}))
-    recorded_by_site = {each.site: each for each in known.values()}
-    judging = replace(judging, original=None, explore=0.0, runs=runs, killers=killers)
+    before = {each.site: each for each in known.values()}
+    killers = tuple((site, each.run) for site, each in before.items())
+    judging = replace(judging, original=None, explore=0.0, again=True, killers=killers)
     with executor(where, judging, "mutants", jobs) as workers:
-        for _, result in workers.run(known):
+        for _, result in workers.run(_in_time(known, choice)):
             if not isinstance(result, Result):  # a worker that died has not judged its mutant
                 continue
-            before = recorded_by_site[result.site]
-            if result.outcome == "killed":
-                confirmed = replace(
-                    before, suite=result.suite, digest=result.digest, date=result.date
-                )
-                results.append(path, confirmed)
-            yield before, result
+            then = before[result.site]
+            if result.killed_by_a_case:
+                now = replace(then, suite=result.suite, digest=result.digest, date=result.date)
+                results.append(path, now)
+            elif result.outcome == "killed":  # it does not start any more
+                results.append(path, result)
+            yield then, result
+
+
+def _in_time(mutations: Iterable[Mutation], choice: Choice) -> Iterator[Mutation]:
+    """Yield mutants until the time of the choice is over."""
+    began = time.monotonic()
+    return itertools.takewhile(
+        lambda _: choice.seconds is None or time.monotonic() - began <= choice.seconds, mutations
+    )

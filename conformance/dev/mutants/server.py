@@ -14,7 +14,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from kvconform.config.settings import Settings
 from kvconform.contract.loader import Spec
 from kvconform.dev.mutants import result as results
 from kvconform.dev.mutants.child import EXPLORING, FAR_LESS, Job, Message, serve, warm
-from kvconform.dev.mutants.mutation import Mutation, digest
+from kvconform.dev.mutants.mutation import Mutation, Site, digest
 from kvconform.dev.mutants.order import Killers
 from kvconform.dev.mutants.original import Original
 from kvconform.dev.mutants.result import Result
@@ -47,8 +47,9 @@ class Server:
     """Judges the mutants of one subject, one at a time. A context manager.
 
     `explore`: seconds of random workloads for a mutant that no case kills. `cases`: the only ones
-    to run; default: all of the suite. `runs`: the same for runs. `limit`: seconds of a mutant's
-    runs, after which no further one begins. `hook_timeout`: seconds that a mutant's hook may take.
+    to run; default: all of the suite. `recorded`: the only run of each mutant, by its site;
+    default: all. `limit`: seconds of a mutant's runs, after which no further one begins.
+    `hook_timeout`: seconds that a mutant's hook may take.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Server:
         explore: float,
         cases: Sequence[str] = (),
         limit: float | None = None,
-        runs: Sequence[str] = (),
+        recorded: Mapping[Site, str] | None = None,
         hook_timeout: float = HOOK_TIMEOUT,
     ) -> None:
         self.subject = subject
@@ -75,10 +76,12 @@ class Server:
         self._settings: dict[str, Settings] = {
             setup.id: settings_of(subject, setup, root, cases) for setup in subject.setups
         }
+        self.recorded = recorded
         self._runs = {
             run.id: run
             for run in runs_of(self._settings, spec, vllm)
-            if run.variant.case.id not in subject.broken and (not runs or run.id in runs)
+            if run.variant.case.id not in subject.broken
+            and (recorded is None or run.id in recorded.values())
         }
         first = self._settings[subject.setups[0].id]
         judged = select(spec, first, vllm).judged
@@ -89,6 +92,7 @@ class Server:
         self._number = 0
         self.original = Original("")
         self._tried: Counter[str] = Counter()
+        self._unended: set[str] = set()
 
     def __enter__(self) -> Server:
         return self
@@ -161,6 +165,11 @@ class Server:
         made = self._judged_once(mutation)
         while made.killed_by_a_case and self._fails_without_it(made):
             made = self._judged_once(mutation)
+        if made.killed_by_a_case and not made.requirements and self._ends_without_it(made):
+            made.outcome, made.note = (
+                "undecided",
+                f"the original does not end well, too: {made.run}",
+            )
         made.seconds = round(time.perf_counter() - start, 2)
         if made.killed_by_a_case:
             self.killers.add(mutation.site, made.run)
@@ -172,6 +181,8 @@ class Server:
         apart = {name for name, run in self._runs.items() if run.has_processes}
         # A run that the original refuses in its constructor may be one that the mutant accepts.
         chosen = reached | (apart - set(self.original.skipped))
+        if self.recorded is not None:
+            chosen = {self.recorded[site]} & set(self._runs)
         order = self.killers.order(site, chosen, self.original.seconds)
         job = self._job(mutation, [self._runs[name] for name in order])
         made = Result(
@@ -203,8 +214,17 @@ class Server:
             self._tried[run.id] += 1
             for message in self._messages(self._job(None, [run], explore=0.0), SPARE):
                 self.original.failed += [f"{run.id} {each}" for each in message.get("failed", ())]
+                if not {"died", "undecided", "error"}.isdisjoint(message):
+                    self._unended.add(run.variant.case.id)
         excused = self._excused()
         return any(f"{run.variant.case.id} {each}" in excused for each in made.requirements)
+
+    def _ends_without_it(self, made: Result) -> bool:
+        """Return whether the original, too, ended its process or the harness in a run of the case.
+
+        To be asked after `_fails_without_it`, which makes the runs.
+        """
+        return results.case_of(made.run) in self._unended
 
     def _excused(self) -> frozenset[str]:
         """Return `case requirement` for all that the original fails: it may in another run, too."""

@@ -40,7 +40,7 @@ def test_a_sample_of_the_recorded_kills_is_killed_still(name: str, tmp_path: Pat
     before = len((tmp_path / file).read_text().splitlines())
     done = again(tmp_path, "--subject", name, "--sample", str(SAMPLE))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{name}: {SAMPLE} of " in done.stdout
+    assert f"{name}: {SAMPLE} of " in done.stdout and f"{name}: {SAMPLE} confirmed" in done.stdout
     # Each kill that was confirmed is recorded with the day of this one.
     assert len((tmp_path / file).read_text().splitlines()) == before + SAMPLE
 
@@ -52,7 +52,7 @@ def test_a_kill_that_is_none_is_reported(tmp_path: Path) -> None:
     line = "if len(stored) < HEADER.size:"
     (survivor,) = (one for one in recorded if one.line == line and one.operator == "boundary")
     assert survivor.outcome == "survived"
-    claimed = "sync/identity.two-salts[reference-sync-v1-d1-b4]"
+    claimed = "sync/lifecycle.hook-order[reference-sync-v1-d1-b4]"
     made_up = dataclasses.replace(survivor, outcome="killed", means="requirement", run=claimed)
     result.append(tmp_path / file, made_up)
     done = again(tmp_path, "--subject", "reference")
