@@ -20,6 +20,7 @@ from kvconform.config.target import Target
 from kvconform.contract.loader import Spec
 from kvconform.dev.mutants.loading import forget, install_everywhere
 from kvconform.dev.mutants.mutation import Mutation
+from kvconform.dev.mutants.result import case_of
 from kvconform.dev.mutants.subject import Run
 from kvconform.errors import UsageError
 from kvconform.judge.foreign import ForeignKV
@@ -153,7 +154,7 @@ def _mutant(connection: Connection, job: Job, spec: Spec, targets: Mapping[str, 
         start = clock.monotonic()
         with watchdog.case(run.id, limit):
             report = _judge(run, targets[run.setup], spec, job, job.scratch / str(number))
-        case = run.variant.case.id
+        case = case_of(run.id)
         failed = [each for each in failures(report) if f"{case} {each}" not in job.excused]
         seconds = round(clock.monotonic() - start, 3)
         message: Message = {"run": run.id, "seconds": seconds, "failed": failed}
