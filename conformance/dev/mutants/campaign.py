@@ -99,7 +99,7 @@ class Judging:
     A piece is a Mutation; its result is a Result. That of the piece ORIGINAL is the Original.
 
     - `root`: the repository. `explore`, `cases`, `limit`: as for Server.
-    - `again`: make only the run of `killers` with each mutant.
+    - `again`: make only the run of `killers` with each mutant, and the others of its case.
     - `original`: None: each worker examines it when it starts.
     - `killers`: sites whose mutants were killed, and the runs that killed them.
     """
@@ -201,7 +201,7 @@ def judge_kills(
     where: Where,
     jobs: int | None,
 ) -> Iterator[tuple[Result, Result]]:
-    """Judge recorded kills again, each by the run that killed it.
+    """Judge recorded kills again, each by the run that killed it, then the others of its case.
 
     Yields what is recorded, and the result. A kill that is confirmed is recorded with the day, the
     source and the suite of this one. EnvironmentProblem if the original does not run.
@@ -215,11 +215,18 @@ def judge_kills(
                 continue
             then = before[result.site]
             if result.killed_by_a_case:
-                now = replace(then, suite=result.suite, digest=result.digest, date=result.date)
-                results.append(path, now)
+                results.append(path, _confirmed(then, result))
             elif result.outcome == "killed":  # it does not start any more
                 results.append(path, result)
             yield then, result
+
+
+def _confirmed(then: Result, now: Result) -> Result:
+    """Return a recorded kill with what is known of it now. How many runs it took stays."""
+    found = replace(then, suite=now.suite, digest=now.digest, date=now.date)
+    if now.run == then.run:
+        return found
+    return replace(found, run=now.run, means=now.means, requirements=now.requirements)
 
 
 def _in_time(mutations: Iterable[Mutation], choice: Choice) -> Iterator[Mutation]:

@@ -47,9 +47,9 @@ class Server:
     """Judges the mutants of one subject, one at a time. A context manager.
 
     `explore`: seconds of random workloads for a mutant that no case kills. `cases`: the only ones
-    to run; default: all of the suite. `recorded`: the only run of each mutant, by its site;
-    default: all. `limit`: seconds of a mutant's runs, after which no further one begins.
-    `hook_timeout`: seconds that a mutant's hook may take.
+    to run; default: all of the suite. `recorded`: the first run of each mutant, by its site, which
+    only the others of its case follow. `limit`: seconds of a mutant's runs, after which no further
+    one begins. `hook_timeout`: seconds that a mutant's hook may take.
     """
 
     def __init__(
@@ -77,11 +77,12 @@ class Server:
             setup.id: settings_of(subject, setup, root, cases) for setup in subject.setups
         }
         self.recorded = recorded
+        their_cases = {results.case_of(run) for run in (recorded or {}).values()}
         self._runs = {
             run.id: run
             for run in runs_of(self._settings, spec, vllm)
             if run.variant.case.id not in subject.broken
-            and (recorded is None or run.id in recorded.values())
+            and (recorded is None or run.variant.case.id in their_cases)
         }
         first = self._settings[subject.setups[0].id]
         judged = select(spec, first, vllm).judged
@@ -181,9 +182,11 @@ class Server:
         apart = {name for name, run in self._runs.items() if run.has_processes}
         # A run that the original refuses in its constructor may be one that the mutant accepts.
         chosen = reached | (apart - set(self.original.skipped))
-        if self.recorded is not None:
-            chosen = {self.recorded[site]} & set(self._runs)
+        own = None if self.recorded is None else self.recorded[site]
+        if own is not None:
+            chosen = {name for name in self._runs if results.case_of(name) == results.case_of(own)}
         order = self.killers.order(site, chosen, self.original.seconds)
+        order.sort(key=lambda run: run != own)
         job = self._job(mutation, [self._runs[name] for name in order])
         made = Result(
             self.subject.id,
