@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
+from kvconform.refimpl.plan import Load
 from kvconform.refimpl.tracking import Tracked, first_group
 
 if TYPE_CHECKING:
@@ -127,3 +128,12 @@ class NothingForResumed(ReferenceConnector):
         if request.num_preemptions:
             return 0, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+class LoadsOverLocal(ReferenceConnector):
+    """Loads a resumed request from its beginning on, over blocks of the local prefix cache."""
+
+    def _plan_load(self, tracked: Tracked, granted: int, is_async: bool) -> Load:
+        if tracked.request.num_preemptions:
+            granted = self._grant_end(tracked.request, granted) or granted
+        return super()._plan_load(tracked, granted, is_async)

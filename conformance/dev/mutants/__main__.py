@@ -147,6 +147,8 @@ def _judge_kills(
     with judging.server(ROOT) as server:
         known = recorded_kills(all_of(server), read(path))
     mine = {each: known[each] for each in chosen(list(known), choice)}
+    if choice.only and not mine:
+        raise UsageError(f"{name}: no recorded kill has one of these texts in its site")
     print(f"{name}: {len(mine)} of {len(known)} recorded kills", flush=True)
     if listed:
         print(*(f"{each.site}\n{'':20} {result.run}" for each, result in mine.items()), sep="\n")
