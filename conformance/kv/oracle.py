@@ -443,11 +443,12 @@ class Oracle(Loads):
         """
         if block not in owners and not mine:
             return "unallocated"
-        for grant in mine:
-            if block in grant.kept_back:
-                return "not_transferred"
-            if block in grant.shared:
-                return "shared"
+        if any(block in grant.kept_back for grant in mine):
+            return "not_transferred"
+        if not self.fill_kind[slot] and any(grant.open and block in grant.blocks for grant in mine):
+            return None  # though another request may have it as a local hit, since this step
+        if any(block in grant.shared for grant in mine):
+            return "shared"
         if not mine:
             return "other_request"
         if self.fill_kind[slot] or not any(grant.open for grant in mine):

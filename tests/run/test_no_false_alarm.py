@@ -21,6 +21,7 @@ from kvconform.contract.loader import load_spec
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.defects.losses import StoresEveryStep
+from kvconform.refimpl.variants.loading import BlockFiller
 from kvconform.refimpl.variants.registry import VARIANTS
 from kvconform.refimpl.variants.saving import WholeChunks
 from kvconform.run.calibration import takes_every_stage
@@ -432,3 +433,24 @@ def test_a_block_that_comes_only_with_its_chunk_is_not_to_be_announced(tmp_path:
     report = judged(AnnouncesBlocks, make_case(steps), tmp_path, chunk_tokens=CHUNK)
     assert failed(report) == ["events.reachable"]
     assert failed(judged(WholeChunks, make_case(steps), tmp_path, chunk_tokens=CHUNK)) == []
+
+
+def test_the_rest_of_a_granted_block_may_be_written_though_another_request_hits_it_locally(
+    tmp_path: Path,
+) -> None:
+    """As NIXL does: c's grant ends in its fourth block, which b has as a local hit in that step."""
+    steps: Steps = [
+        {"add": {"req": "a", "prompt": 30, "max_tokens": 2}},
+        RUN,
+        {"drop-local": {}},
+        {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 8, "priority": 5}},
+        {"step": 3},
+        {"preempt": "b"},
+        {"drop-local": {}},
+        {"add": {"req": "c", "prompt": {"of": "a", "tokens": 16}, "max_tokens": 4}},
+        RUN,
+    ]
+    report = judged(BlockFiller, make_case(steps), tmp_path, whole_blocks=False)
+    assert failed(report) == []
+    (row,) = (row for row in report.rows if row.requirement == "load.only-grant")
+    assert row.verdict is Verdict.PASS and row.exercised
