@@ -65,7 +65,7 @@ class Result:
     @property
     def killed_by_a_case(self) -> bool:
         """Whether a run of a case killed it: not its start, and no random workload."""
-        return self.outcome == "killed" and bool(self.run) and not self.explored
+        return self.outcome == "killed" and bool(case_of(self.run))
 
     def to_json(self) -> str:
         """Return the result as a line of JSON, without defaults."""
@@ -77,7 +77,7 @@ _RESULT: TypeAdapter[Result] = TypeAdapter(Result)
 
 
 def case_of(run: str) -> str:
-    """Return the case of a run `SETUP/CASE[...]`."""
+    """Return the case of a run `SETUP/CASE[...]`; "" for the start and for random workloads."""
     return run.partition("/")[2].partition("[")[0]
 
 
