@@ -15,7 +15,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import importlib.resources
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.resources.abc import Traversable
 
@@ -205,7 +205,7 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
     if wanted_cases is None:
         found.beyond_profile += sum(
             not known or runs_on(variant.runner, vllm)
-            for case in _left_out(spec, settings.profile)
+            for case in _left_out(spec, settings.profile, {*cases, *later})
             if not known or case.in_force(vllm)
             for variant in case.variants(settings.engines, settings.schedulings, settings.slows)
         )
@@ -224,10 +224,9 @@ def select(spec: Spec, settings: Settings, vllm: str) -> Selection:
     return found
 
 
-def _left_out(spec: Spec, profile: str) -> list[Case]:
-    """Return the cases that a profile does not have, and one that extends it has."""
+def _left_out(spec: Spec, profile: str, mine: Collection[str]) -> list[Case]:
+    """Return the cases that a profile, whose cases are `mine`, leaves to one that extends it."""
     wider = [each for each in spec.profiles.values() if profile in each.includes]
-    mine = set(select_profile(spec.profiles, profile, (), spec.cases.values())[1])
     return [
         case
         for case in spec.cases.values()

@@ -14,7 +14,7 @@ from kvconform.contract.loader import load_spec
 from kvconform.dev.mutants.campaign import all_of
 from kvconform.dev.mutants.mutation import Edit, Mutation, Site
 from kvconform.dev.mutants.server import Server
-from kvconform.dev.mutants.subject import Subject, subject
+from kvconform.dev.mutants.subject import subject
 
 CASES = ("identity.two-salts", "lifecycle.hook-order", "preemption.in-decode")
 WANTED = (
@@ -38,13 +38,8 @@ def by_hand(server: Server, text: str) -> Mutation:
 def main() -> None:
     """Judge the mutants, and print the results."""
     reference = subject("reference")
-    small = Subject(
-        id="small",
-        text=reference.text,
-        connector=reference.connector,
-        modules=reference.modules,
-        setups=[reference.setups[0].model_copy(update={"engine": "reference"})],
-    )
+    setup = reference.setups[0].model_copy(update={"engine": "reference"})
+    small = reference.model_copy(update={"id": "small", "setups": [setup]})
     vllm, _ = check_vllm()
     found = {}
     with Server(

@@ -164,8 +164,6 @@ def original_of(judging: Judging, server: Server, cache: Path, where: Where) -> 
         ((_, found),) = workers.run([ORIGINAL])
     if not isinstance(found, Original):
         raise EnvironmentProblem(f"{judging.subject}: the original ended its process {found}")
-    if not found.seconds:
-        raise EnvironmentProblem(f"{judging.subject}: it does not run: {found.errors[0]}")
     found.save(cache)
     return found
 

@@ -93,6 +93,7 @@ class Server:
         self._number = 0
         self.original = Original("")
         self._tried: Counter[str] = Counter()
+        # Cases in which the original, too, ended its process or the harness.
         self._unended: set[str] = set()
 
     def __enter__(self) -> Server:
@@ -166,11 +167,10 @@ class Server:
         made = self._judged_once(mutation)
         while made.killed_by_a_case and self._fails_without_it(made):
             made = self._judged_once(mutation)
-        if made.killed_by_a_case and not made.requirements and self._ends_without_it(made):
-            made.outcome, made.note = (
-                "undecided",
-                f"the original does not end well, too: {made.run}",
-            )
+        ends_badly = made.killed_by_a_case and not made.requirements
+        if ends_badly and results.case_of(made.run) in self._unended:
+            made.outcome = "undecided"
+            made.note = f"the original does not end well, too: {made.run}"
         made.seconds = round(time.perf_counter() - start, 2)
         if made.killed_by_a_case:
             self.killers.add(mutation.site, made.run)
@@ -221,13 +221,6 @@ class Server:
                     self._unended.add(run.variant.case.id)
         excused = self._excused()
         return any(f"{run.variant.case.id} {each}" in excused for each in made.requirements)
-
-    def _ends_without_it(self, made: Result) -> bool:
-        """Return whether the original, too, ended its process or the harness in a run of the case.
-
-        To be asked after `_fails_without_it`, which makes the runs.
-        """
-        return results.case_of(made.run) in self._unended
 
     def _excused(self) -> frozenset[str]:
         """Return `case requirement` for all that the original fails: it may in another run, too."""

@@ -15,7 +15,7 @@ from kvconform.dev.mutants import server
 from kvconform.dev.mutants.child import Job, Message
 from kvconform.dev.mutants.mutation import Edit, Mutation, Site
 from kvconform.dev.mutants.server import Server
-from kvconform.dev.mutants.subject import Subject, subject
+from kvconform.dev.mutants.subject import subject
 from places import ROOT
 
 CASE = "identity.salt"
@@ -28,14 +28,7 @@ def judge(
 ) -> tuple[server.Result, list[Job]]:
     """Judge a mutant whose messages are made up, as are those of the original's repeats."""
     whole = subject("reference")
-    small = Subject(
-        id="small",
-        text=whole.text,
-        connector=whole.connector,
-        modules=whole.modules,
-        setups=whole.setups[:1],
-        **changes,
-    )
+    small = whole.model_copy(update={"id": "small", "setups": whole.setups[:1], **changes})
     jobs: list[Job] = []
 
     def messages(self: Server, job: Job, limit: float) -> Iterator[Message]:
