@@ -8,7 +8,10 @@ registered, as for RDMA. A put that finds no room fails with -200; nothing is ev
 
 The objects of a run lie in the folder that the option `cache_prefix` names, which several stores
 and processes share. The option `kvconform_capacity` is the room for their bytes. The option
-`kvconform_put_delay` is how many seconds a put takes before it reads memory.
+`kvconform_put_delay` is how many seconds a put takes before it reads memory. The
+option `kvconform_refusals` is how many puts of each object fail first, with -800, as transfers do
+that are interrupted. With `kvconform_await_puts` a step ends when its puts have, so that what is
+stored does not depend on the thread's time.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import importlib.machinery
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -29,12 +33,13 @@ from kvconform.files import replace, sizes_below
 
 NOT_FOUND = -704
 NO_ROOM = -200
+TRANSFER_FAILED = -800
 INVALID = -600
 ROOM = 64 << 20
 """Bytes that a folder has room for unless `kvconform_capacity` says otherwise."""
 _putting = threading.Lock()
 _settings = threading.local()
-"""`folder`, `room` and `delay` of the worker half that this thread constructs."""
+"""`folder`, `room`, `delay` and `refusals` of the worker half that this thread constructs."""
 
 
 class ReplicateConfig:
@@ -53,6 +58,8 @@ class MooncakeDistributedStore:
         self._folder: Path | None = None
         self._room = ROOM
         self._delay = 0.0
+        self._refusals = 0
+        self._refused: Counter[str] = Counter()
         self._registered: dict[int, int] = {}
 
     def setup(self, *args: object, **kwargs: object) -> int:
@@ -61,6 +68,7 @@ class MooncakeDistributedStore:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._room = _settings.room
         self._delay = _settings.delay
+        self._refusals = _settings.refusals
         return 0
 
     def close(self) -> int:
@@ -122,6 +130,9 @@ class MooncakeDistributedStore:
         with _putting:
             if file.exists():
                 return 0
+            if self._refused[key] < self._refusals:
+                self._refused[key] += 1
+                return TRANSFER_FAILED
             if sum(sizes_below(self._folder)) + sum(sizes) > self._room:
                 return NO_ROOM
             try:
@@ -180,9 +191,19 @@ def install() -> None:
         _settings.folder = options["cache_prefix"]
         _settings.room = options.get("kvconform_capacity", ROOM)
         _settings.delay = options.get("kvconform_put_delay", 0.0)
+        _settings.refusals = options.get("kvconform_refusals", 0)
+        self.kvconform_await_puts = options.get("kvconform_await_puts", False)
         construct(self, vllm_config, *args, **kwargs)
 
+    wait_for_save = half.wait_for_save
+
+    def waited(self: Any, *args: Any, **kwargs: Any) -> None:
+        wait_for_save(self, *args, **kwargs)
+        if self.kvconform_await_puts and self.kv_send_thread is not None:
+            self.kv_send_thread.request_queue.join()
+
     half.__init__ = constructed
+    half.wait_for_save = waited
     config.load_from_config = staticmethod(
         lambda: config("P2PHANDSHAKE", "127.0.0.1:0", "tcp", "", global_segment_size=ROOM)
     )
