@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client import Counter
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from kvconform.refimpl.plan import Piece
     from kvconform.refimpl.tracking import Tracked
 
-MEDIUM = "STORAGE"
 COUNTERS = {name: [name, f"kvconform_{name}"] for name in ("bytes_loaded", "tokens_granted")}
 """Names of counters in the log and among the metrics, by their meaning for the suite."""
 
@@ -91,7 +90,7 @@ class _Chunk:
     lora: Any
     extra_keys: tuple[Any, ...] | None
 
-    def stored(self) -> BlockStored:
+    def stored(self, medium: str) -> BlockStored:
         """Return the event that announces the chunk."""
         # Older releases identify an adapter only by its number, and give no extra keys.
         extra = [self.extra_keys] if self.extra_keys else None
@@ -104,7 +103,7 @@ class _Chunk:
             token_ids=self.tokens,
             block_size=len(self.tokens),
             lora_id=number,
-            medium=MEDIUM,
+            medium=medium,
             **known,
         )
 
@@ -116,6 +115,8 @@ class Telemetry(KVConnectorBase_V1):
     """
 
     options: Options
+    medium: ClassVar[str] = "STORAGE"
+    """Where its events say that chunks are."""
     _store: ChunkStore
 
     def __init__(self, *args: Any) -> None:
@@ -168,7 +169,7 @@ class Telemetry(KVConnectorBase_V1):
         for key in keys:
             if key in self._announced and not self._store.has(key):
                 chunk = self._announced.pop(key)
-                self._events.append(BlockRemoved(block_hashes=chunk.hashes, medium=MEDIUM))
+                self._events.append(BlockRemoved(block_hashes=chunk.hashes, medium=self.medium))
                 self._count("chunks_removed")
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -176,7 +177,7 @@ class Telemetry(KVConnectorBase_V1):
         for key in [key for key in self._planned if self._store.has(key)]:
             chunk = self._planned.pop(key)
             self._announced[key] = chunk
-            self._events.append(chunk.stored())
+            self._events.append(chunk.stored(self.medium))
             self._count("chunks_stored")
             chunk.tokens = []  # not needed to withdraw it
         taken, self._events = self._events, []

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from kvconform.contract.case import Variant
+from kvconform.contract.case import Sibling, Variant
 from kvconform.contract.expression import Expression, compile_capability
 from kvconform.contract.requirement import CapabilityExpr, Id, Model, Relation, Version, in_force
 from kvconform.contract.situation import situations
@@ -136,6 +136,10 @@ class Start(Model):
         default=False,
         description="the model's second layer sees the last 40 tokens only: a group of layers of "
         "its own, if the connector has a part in several (SupportsHMA)",
+    )
+    multi: list[Sibling] = Field(
+        default=[],
+        description="the connector runs inside of MultiConnector with these children; `self` is it",
     )
     processes: bool = Field(
         default=False, description="the engine runs in a process of its own, as in a server"
@@ -345,6 +349,8 @@ class Scenario(Model):
             raise ValueError("accepted drafts are due, but spec_tokens is 0")
         if self.start.draft_model and not self.start.spec_tokens:
             raise ValueError("a draft model is due, but spec_tokens is 0")
+        if self.start.multi and (self.start.multi.count("self") != 1 or self.pair is not None):
+            raise ValueError("multi has `self` among its children, once, and no pair")
         if self.faults and (self.workload is None or self.start.processes):
             raise ValueError("faults need a workload, and start.processes false")
         if self.entrypoint is None:

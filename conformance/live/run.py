@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvconform.config.target import Target
+from kvconform.config.target import Target, inside
 from kvconform.contract.capabilities import EXACT, Tolerances
 from kvconform.contract.case import Variant
 from kvconform.contract.events import altered_in_entry
@@ -76,6 +76,8 @@ def run_live(
     wanted = plays(scenario, spec.workloads.get(scenario.workload or ""), seed)
     plain, book = known or plain_runs.get(unhurried(wanted), plain_start(scenario.start))
     clear_all()
+    if target is not None and scenario.start.multi:
+        target = inside(target, scenario.start.multi)
     made = make_run(
         scenario.start,
         resolved(wanted, plain),

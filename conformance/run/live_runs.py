@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ def make_live_runs(variant: Variant, target: Target, spec: Spec, *, seed: int, t
             raise EnvironmentProblem(sentence, made.words)
         return Runs(profile, refused=(Verdict.UNSUPPORTED, sentence))
     _started = True
+    if scenario.start.multi:
+        profile = replace(profile, caps=_with_siblings(profile.caps))
     return Runs(
         profile,
         {"connector": found},
@@ -87,6 +90,28 @@ def make_live_runs(variant: Variant, target: Target, spec: Spec, *, seed: int, t
             tmp=tmp,
         ),
     )
+
+
+ABOUT_KV = (
+    "store",
+    "persistent",
+    "best_effort",
+    "synthesises_kv",
+    "non_prefix_reuse",
+    "recomputes",
+    "lossy",
+    "composite",
+)
+"""Capabilities that are about the KV itself, whoever else brings some."""
+
+
+def _with_siblings(caps: dict[str, Any]) -> dict[str, Any]:
+    """Return the capabilities of a MultiConnector in which a connector has siblings.
+
+    The hooks that are recorded are MultiConnector's. What a connector promises of its saves,
+    sources and statistics, a sibling may keep otherwise.
+    """
+    return {**complete({}), **{name: caps[name] for name in ABOUT_KV}, "async_load": True}
 
 
 def live_profile(target: Target, tmp: Path) -> Profile:

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.request import RequestStatus
 
 from kvconform.compat.vllm_api import SupportsHMA
@@ -130,6 +131,7 @@ class Fetcher(Waits, ReferenceConnector):
     """
 
     kvconform_sibling = True
+    medium = "ELSEWHERE"
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -147,6 +149,15 @@ class Fetcher(Waits, ReferenceConnector):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return None: MultiConnector would pass it on to all children instead of their own."""
+        return None
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return None: a process can register the metrics of this class's base only once."""
+        return None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return None: nothing would show them."""
         return None
 
 
