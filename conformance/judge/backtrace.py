@@ -518,14 +518,19 @@ def is_noise(event: Event) -> bool:
 def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
     """Return the events that led to the violation at `seq`, and a few after it, in order.
 
-    These concern its request `req`, the steps, or what its worker did. For wrong bytes of another
-    place, the admissions, preemptions, resumptions, saves and the steps of these saves of the
-    request there are added. For something left over at the end, the lives of the requests that it
-    belongs to are added. For KV that did not come back, the steps that computed it, and its saves.
+    These concern its request `req`, or those that the event names, the steps, or what its worker
+    did. For wrong bytes of another place, the admissions, preemptions, resumptions, saves and the
+    steps of these saves of the request there are added. For something left over at the end, the
+    lives of the requests that it belongs to are added. For KV that did not come back, the steps
+    that computed it, and its saves.
     """
     event = next(e for e in trace if e["seq"] == seq)
     left = _left_over(trace, event) if event["kind"] == "run.end" else []
-    mine = {req} if req is not None else set(left)
+    named = event.get("req")
+    if isinstance(named, list) and named:
+        mine = set(named)
+    else:
+        mine = {req} if req is not None else set(left)
     chosen = [e for e in trace if e["seq"] == seq or _shown(e, event, mine)]
     last = EXCERPT // 2 if left else EXCERPT
     before = [e for e in chosen if e["seq"] <= seq][-last:]

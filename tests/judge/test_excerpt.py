@@ -258,3 +258,15 @@ def test_the_steps_that_computed_what_did_not_come_back(tmp_path: Path, engine: 
     computed = [e for e in shown if e["kind"] == "req.scheduled" and e["req"] == "b"]
     ends = [(e["computed"], e["computed"] + e["scheduled"]) for e in computed]
     assert ends and all(start < 32 and end > 28 for start, end in ends)
+
+
+def test_an_event_of_several_requests_shows_what_led_to_each() -> None:
+    """As a change of memory that two requests share."""
+    trace: list[Event] = [
+        {"kind": "alloc", "seq": 0, "step": 1, "req": "a"},
+        {"kind": "alloc", "seq": 1, "step": 1, "req": "b"},
+        {"kind": "alloc", "seq": 2, "step": 2, "req": "c"},
+        {"kind": "kv.changed", "seq": 3, "step": 2, "req": ["a", "b"]},
+    ]
+    assert [e["seq"] for e in excerpt(trace, 3, "a, b")] == [0, 1, 3]
+    assert [e["seq"] for e in excerpt(trace, 3, None)] == [0, 1, 3]
