@@ -481,10 +481,17 @@ def _told_by_form(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row
 
 
 def _wrong_claims(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row] | None:
-    """Return the wrong lookups behind most missing announcements, if there are some behind each."""
+    """Return the wrong lookups behind most missing announcements, if there are some behind most.
+
+    In the other runs, KV of others is found later, or loaded where a lookup does not show it: keys
+    that leave something out find KV there that was announced for others, too.
+    """
     claims = [one for one in groups if one[0].requirement in CLAIMS and _may_hide(one[0], group[0])]
     told = [{row.run for row in group if _claimed(row, one)} for one in claims]
-    if {row.run for row in group} - set().union(*told):
+    of_others = (one for one in groups if one[0].requirement in (CLAIMED, CONTENT))
+    mixed = {row.run for one in of_others for row in one}
+    runs, known = {row.run for row in group}, set[str]().union(*told)
+    if 2 * len(known) < len(runs) or runs - known - mixed:
         return None
     return max(zip(claims, told, strict=True), key=lambda one: len(one[1]))[0]
 

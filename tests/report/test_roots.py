@@ -359,6 +359,12 @@ def test_what_a_wrong_lookup_finds_was_announced_for_others() -> None:
     assert len(roots([*silent, *claims])) == 3, "another lookup"
     claims[1].event = 2
     assert len(roots([*silent, *claims])) == 2, "an earlier one"
+    mixed = at("lookup.identity", "d", "x", 5)
+    assert len(roots([*silent, claims[0], mixed])) == 1, "KV of others is found later in that run"
+    loaded = at("identity.content", "d", "x", 5)
+    found = [root.row.requirement for root in roots([*silent, claims[0], loaded])]
+    assert "events.complete" not in found, "KV of others is loaded in that run"
+    assert len(roots([*silent, mixed])) == 2, "no lookup finds what was announced for others"
 
 
 def test_of_wrong_saves_and_loads_the_explained_one_comes_first() -> None:
