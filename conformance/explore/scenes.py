@@ -138,18 +138,26 @@ def ends_while_saving(dice: Dice, block: int) -> Scene:
 
 
 def session(dice: Dice, block: int) -> Scene:
-    """Continue a session, and ask for all of it again."""
+    """Continue a session, and ask for all of it again. It may be preempted in each turn."""
     length = dice.number(1, 3) * block + dice.pick([0, 1, 2])
-    steps: list[Data] = [_add("a", length, dice.number(1, 5), session=True), {"step": 12}]
+    steps: list[Data] = [_add("a", length, dice.number(1, 5), session=True)]
+    steps += _maybe_preempted(dice, 12)
     longest = length + 5
     for _ in range(dice.number(1, 3)):
         then, more = dice.number(1, 2 * block), dice.number(1, 5)
         longest += then + more
         steps += [{"continue": {"req": "a", "then": then, "max_tokens": more}}]
-        steps += [{"step": dice.number(1, 12)}]
+        steps += _maybe_preempted(dice, dice.number(1, 12))
     steps += [{"continue": {"req": "a", "then": 0}}, *DROP]
     steps += [_add("b", {"of": "a", "outputs": True, "then": 1}, 2), RUN]
     return Scene(steps, longest + 3, {"budget": dice.pick([64, 64, block + 1])})
+
+
+def _maybe_preempted(dice: Dice, steps: int) -> list[Data]:
+    """Return so many steps, in the first of which request a may be preempted."""
+    if not dice.one_in(3):
+        return [{"step": steps}]
+    return [{"schedule": dice.number(1, 2)}, {"preempt": "a"}, {"step": steps}]
 
 
 def soaked(dice: Dice, block: int) -> Scene:

@@ -15,6 +15,8 @@ It happens around a load that failed, in four ways:
 - It goes on keeping blocks free for an asynchronous load that failed. If the pool cannot hold the
   request twice, its retry is never admitted, and neither are the requests that wait behind it.
 
+A session whose turn ends by a token that arrives when it was preempted is forgotten, too.
+
 What the engine does not pass from one half of a connector to the other is no fault of the
 connector's, either: a report of the worker half, or the metadata of a step.
 
@@ -45,6 +47,10 @@ RELAYED = "the engine did not pass on {what} ({guarantee})"
 STARVED = (
     "the engine kept blocks from request {req} for the load of its own that had failed"
     " (engine.retry-admitted)"
+)
+FORGOTTEN = (
+    "the engine forgot session {req}, whose turn ended when it was preempted"
+    " (engine.session-goes-on)"
 )
 RECENT = 64
 """Rows that may have been scheduled before a load of their step failed."""
@@ -203,6 +209,8 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             waiting.pop((e.get("on"), e["req"]), None)  # it was only late
         elif kind == "run.end" and waiting and not e["quiesced"]:
             return min(waiting.values())
+        if kind == "req.state" and _is_forgotten(e):
+            return e["seq"], FORGOTTEN.format(req=e["req"])
         if kind == "relay.broken":
             guarantee = f"engine.relays-{e['way']}"
             return e["seq"], RELAYED.format(what=", ".join(e["what"]), guarantee=guarantee)
@@ -235,6 +243,12 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             if any(req not in unheard for req in sources):
                 return e["seq"], READ.format(req=e["req"])
     return None
+
+
+def _is_forgotten(e: Mapping[str, Any]) -> bool:
+    """Return whether the turn of a session ends when it was preempted."""
+    ends = e.get("from") == "PREEMPTED" and e["reason"] == "output"
+    return bool(ends and e["to"].startswith("WAITING"))
 
 
 def _overtaken(

@@ -70,3 +70,11 @@ def vllm_advances_windows_early(
     """Free what has left a window although a step in flight still uses it (B154)."""
     with patch.object(request, "num_in_flight_tokens", 0):
         return allocate(manager, request, *args, **kwargs)
+
+
+@Target(f"{SCHEDULER}._handle_stopped_request").after
+def vllm_forgets_sessions(is_over: bool, scheduler: Scheduler, request: Any) -> None:
+    """Let a session that goes on begin again without its tokens."""
+    if not is_over:
+        scheduler.kv_cache_manager.free(request)
+        request.num_computed_tokens = 0

@@ -476,3 +476,22 @@ def test_an_assertion_of_vllm_is_known_by_its_text(tmp_path: Path) -> None:
     found = outcome(mended(steps, "vllm", config=config), TARGET, SPEC, tmp_path / "run")
     assert (found.error, found.failures, found.unknown) == (None, [], [])
     assert found.broken_guarantees == ["engine.survives"]
+
+
+def test_a_session_that_vllm_forgot_is_no_fault_of_the_connector(tmp_path: Path) -> None:
+    """Its turn ends by a token that was in flight when it was preempted."""
+    steps: list[Data] = [
+        {"add": {"req": "s", "prompt": 13, "max_tokens": 2, "session": True}},
+        {"schedule": 2},
+        {"land": 1},
+        {"preempt": "s"},
+        {"land": 1},
+        {"continue": {"req": "s", "then": 5, "max_tokens": 4}},
+        {"step": 6},
+        {"continue": {"req": "s", "then": 0}},
+        {"run": {}},
+    ]
+    workload = mended(steps, "vllm", "async", config={"role": "kv_producer"})
+    found = outcome(workload, TARGET, SPEC, tmp_path / "run")
+    assert (found.error, found.failures, found.unknown) == (None, [], [])
+    assert found.broken_guarantees == ["engine.session-goes-on"]

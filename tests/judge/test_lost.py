@@ -266,3 +266,12 @@ def test_only_blocks_of_the_load_that_failed_just_now_count() -> None:
         again[3],
     )
     assert lost(trace) is None
+
+
+@pytest.mark.parametrize("to", ["WAITING", "WAITING_FOR_STREAMING_REQ"])
+def test_a_session_whose_turn_ends_when_it_was_preempted(to: str) -> None:
+    turn = {"kind": "req.state", "req": "s", "from": "PREEMPTED", "to": to, "reason": "output"}
+    found = lost(numbered(START, turn))
+    assert found is not None and found[0] == 1 and "session s" in found[1]
+    assert lost(numbered(START, {**turn, "from": "RUNNING"})) is None
+    assert lost(numbered(START, {**turn, "to": "FINISHED_STOPPED"})) is None
