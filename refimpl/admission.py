@@ -9,6 +9,7 @@ from typing import Any, Literal
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request, RequestStatus
 
+from kvconform.compat.vllm_api import AWAITING_INPUT
 from kvconform.refimpl.engine import Engine
 from kvconform.refimpl.errors import EngineAssertion
 from kvconform.refimpl.step import Step
@@ -25,10 +26,11 @@ def admit_waiting(engine: Engine, step: Step) -> None:
     settings = engine.settings
     skipped_holding: list[Request] = []
     skipped_others: list[Request] = []
+    awaiting = engine.get_num_awaiting_input()
     while (
         step.token_budget > 0
         and step.input_budget > settings.draft_slots
-        and len(engine.running) < settings.max_running
+        and len(engine.running) + awaiting < settings.max_running
     ):
         queue = engine.kv_holding_waiting or (engine.waiting if engine.pause_level == 0 else None)
         if not queue:
@@ -56,6 +58,8 @@ def _is_ready(engine: Engine, request: Request) -> bool:
         _finish_load(engine, request)
         was_preempted = request.num_preemptions > 0
         request.status = RequestStatus.PREEMPTED if was_preempted else RequestStatus.WAITING
+    if request.status == AWAITING_INPUT:
+        return False
     # Stale tokens that are still to be delivered would come twice if the request ran before them.
     return not request.num_stale_output_tokens or request.drop_stale_output
 

@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvconform.compat.vllm_api import AWAITING_INPUT
 from kvconform.refimpl.errors import EngineAssertion, IntegrityError
 from kvconform.refimpl.kv_manager import KVManager
 from kvconform.refimpl.queues import WaitingQueue
@@ -178,7 +179,13 @@ class Engine:
     def get_num_unfinished_requests(self) -> int:
         """Return the number of requests that can still be scheduled, given the pause level."""
         waiting = len(self.kv_holding_waiting) + (len(self.waiting) if self.pause_level == 0 else 0)
+        waiting -= self.get_num_awaiting_input()
         return waiting + len(self.running) if self.pause_level < 2 else 0
+
+    def get_num_awaiting_input(self) -> int:
+        """Return the number of sessions that wait for their next input."""
+        queues = (self.kv_holding_waiting, self.waiting)
+        return sum(each.status == AWAITING_INPUT for queue in queues for each in queue)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether any request can still be scheduled."""
@@ -206,14 +213,10 @@ class Engine:
         """Queue a request. EngineAssertion if its id is in use."""
         if request.request_id in self.requests:
             raise EngineAssertion("R060", f"duplicate request id {request.request_id}")
-        if (
-            request.resumable
-            or request.pooling_params is not None
-            or request.structured_output_request is not None
-        ):
+        if request.pooling_params is not None or request.structured_output_request is not None:
             raise ValueError(
                 f"The reference engine supports plain generation only, not {request.request_id}: "
-                "it is resumable, a pooling request, or has structured output."
+                "it is a pooling request, or has structured output."
             )
         self.waiting.add_request(request)
         self.requests[request.request_id] = request

@@ -11,7 +11,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvconform.compat.vllm_api import FINISHED_ERROR, later
-from kvconform.refimpl import transfers
+from kvconform.refimpl import sessions, transfers
 from kvconform.refimpl.engine import Engine
 from kvconform.refimpl.errors import EngineAssertion
 
@@ -62,12 +62,13 @@ def land(
             request.num_output_placeholders -= rejected
         new_tokens = _append(engine, request, sampled, is_stale)
         item = EngineCoreOutput(request_id=request_id, new_token_ids=new_tokens)
+        item.stop_reason = request.stop_reason  # in a session, of an earlier turn
         outputs[request.client_index].append(item)
         if request.is_finished():
-            stopped.add(request)
             item.finish_reason = request.get_finished_reason()
-            item.stop_reason = request.stop_reason
-            item.kv_transfer_params = engine.end(request)
+            if not request.resumable or sessions.end_turn(engine, request):
+                stopped.add(request)
+                item.kv_transfer_params = engine.end(request)
     engine.leave_queues(stopped)
 
     if failed and not engine.settings.recompute_failed_loads:

@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from kvconform.refimpl import sessions
 from kvconform.refimpl.admission import admit_waiting
 from kvconform.refimpl.engine import Engine
 from kvconform.refimpl.output import land
@@ -25,6 +26,16 @@ class ReferenceScheduler(Engine):
     `schedule` decides a step, `update_from_output` lands it. With asynchronous scheduling, any
     number of steps may be in flight between the two; they land in order.
     """
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request, or give a session its next input. EngineAssertion for an id in use."""
+        session = self.requests.get(request.request_id)
+        if session is not None and session.resumable:
+            sessions.proceed(self, session, request)
+            return
+        if request.resumable:
+            sessions.begin(request)
+        super().add_request(request)
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step, and advance the computed tokens of its requests.

@@ -530,16 +530,11 @@ class Case(Model):
             raise ValueError("config: a single group must be full, latent or sliding")
         if groups == ["sliding"] and self.engines != ["vllm"]:
             raise ValueError("config: sliding windows: engines must be [vllm]")
-        own = [
-            what
-            for step in self.steps
-            for add in step.adds()
-            for what, has in (("structured output", add.structured), ("sessions", add.session))
-            if has
-        ]
-        if own and self.engines != ["vllm"]:
-            raise ValueError(f"{own[0]}: only engine vllm has it")
-        if "sessions" in own and "state" in groups and self.config.spec_tokens:
+        adds = [add for step in self.steps for add in step.adds()]
+        if any(add.structured for add in adds) and self.engines != ["vllm"]:
+            raise ValueError("structured output: only engine vllm has it")
+        sessions = any(add.session for add in adds)
+        if sessions and "state" in groups and self.config.spec_tokens:
             raise ValueError("sessions: with drafts, vLLM loses the states that they go on from")
         if self.matrix.block_size and any(each.block_size for each in names.values()):
             raise ValueError(

@@ -489,9 +489,9 @@ def _wrong_claims(group: Sequence[Row], groups: Sequence[list[Row]]) -> list[Row
     claims = [one for one in groups if one[0].requirement in CLAIMS and _may_hide(one[0], group[0])]
     told = [{row.run for row in group if _claimed(row, one)} for one in claims]
     of_others = (one for one in groups if one[0].requirement in (CLAIMED, CONTENT))
-    mixed = {row.run for one in of_others for row in one}
+    mixed = {row.run for one in of_others if _is_of_request(one) for row in one}
     runs, known = {row.run for row in group}, set[str]().union(*told)
-    if 2 * len(known) < len(runs) or runs - known - mixed:
+    if 2 * len(known) <= len(runs) or runs - known - mixed:
         return None
     return max(zip(claims, told, strict=True), key=lambda one: len(one[1]))[0]
 

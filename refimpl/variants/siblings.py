@@ -137,10 +137,20 @@ class Fetcher(Waits, ReferenceConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self.options = replace(self.options, load="async", load_delay=2)
         self._store = open_store(f"memory:fetched by {self._kv_transfer_config.engine_id}")
+        self._fetched: set[str] = set()
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._may_save = self._may_save and not num_external_tokens
+        if num_external_tokens:
+            self._fetched.add(request.request_id)
+
+    def _worth_saving(self, request: Any, end: int) -> int:
+        return 0 if request.request_id in self._fetched else super()._worth_saving(request, end)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
+        found = super().request_finished(request, block_ids)
+        self._fetched.discard(request.request_id)
+        return found
 
     def _load(self, load: Load, layers: Iterable[str]) -> None:
         super()._load(load, layers)

@@ -44,11 +44,12 @@ class Memory:
 
 
 def in_files(
-    folder: Path, room: int = mock.ROOM, delay: float = 0.0
+    folder: Path, room: int = mock.ROOM, delay: float = 0.0, refusals: int = 0
 ) -> mock.MooncakeDistributedStore:
     store = mock.MooncakeDistributedStore()
     settings = mock._settings
     settings.folder, settings.room, settings.delay = str(folder), room, delay
+    settings.refusals = refusals
     assert store.setup() == 0
     return store
 
@@ -156,6 +157,22 @@ def test_a_slow_put_reads_memory_late(tmp_path: Path) -> None:
     assert time.monotonic() - began > 0.4
     store.batch_get_into_multi_buffers(["k"], [[memory.address + 8]], [[8]])
     assert bytes(memory)[8:] == b"2" * 8 or changed - began > 0.4
+
+
+def test_puts_of_an_object_are_refused_before_one_is_taken(tmp_path: Path) -> None:
+    store, memory = in_files(tmp_path, refusals=2), Memory(b"abcd")
+    store.register_buffer(memory.address, 4)
+
+    def put(key: str) -> list[int]:
+        return store.batch_put_from_multi_buffers([key], [[memory.address]], [[4]])
+
+    assert [put("one"), put("one"), put("two"), put("one")] == [
+        [mock.TRANSFER_FAILED],
+        [mock.TRANSFER_FAILED],
+        [mock.TRANSFER_FAILED],
+        [0],
+    ]
+    assert store.batch_is_exist(["one", "two"]) == [1, 0]
 
 
 def test_a_folder_is_common_to_its_stores_and_outlives_them(tmp_path: Path) -> None:

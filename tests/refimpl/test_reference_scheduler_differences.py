@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvconform.compat.vllm_api import force_preemption
 from scheduler_rig import Ask, Rig, Setup
 
 
@@ -105,3 +106,23 @@ def test_output_in_flight_belongs_to_the_request_that_was_scheduled_not_to_its_i
         rig.run()
         assert (foreign in rig.requests["r0"].output_token_ids) == (rig is theirs)
     assert ours.requests["r0"].num_output_tokens == 3
+
+
+def test_a_session_whose_turn_ends_while_it_is_preempted_goes_on() -> None:
+    setup = Setup(scheduling="async", role="kv_producer", delivery=False)
+    ours, theirs = pair(setup, Ask("s", tuple(range(13)), 2, session=True))
+    for rig in (ours, theirs):
+        rig.step()
+        rig.step()  # that which samples the last token is in flight
+        assert force_preemption(rig.s, rig.requests["s"])
+        rig.land(*rig.queue.pop())
+        rig.proceed("s", (500, 501, 502), 4)
+        rig.run(30)
+    session, forgotten = ours.requests["s"], theirs.requests["s"]
+    assert session.num_prompt_tokens == 13 + 1 + 3 and session.num_output_tokens == 4
+    assert forgotten.num_output_tokens == 0 and forgotten.num_tokens == 3
+    for rig in (ours, theirs):
+        rig.proceed("s", (), 1)
+        rig.run(30)
+    assert "s" not in ours.s.requests
+    assert "s" in theirs.s.requests

@@ -78,6 +78,7 @@ class Ask:
     send_steps: int = 0  # > 0: request_finished takes the blocks over for so many steps
     skip_reading: bool = False
     priority: int = 0
+    session: bool = False  # it gets more input when a turn has ended, and ends by an empty one
 
 
 class OrderedNames(set[str]):
@@ -422,6 +423,24 @@ def repair(scheduler: Any) -> Any:
                 )
         return affected
 
+    update, take_input = scheduler.update_from_output, scheduler._update_request_as_session
+
+    def take_input_behind_known(session: Request, more: Any) -> None:
+        computed = session.num_computed_tokens
+        session.num_computed_tokens = computed or session.num_tokens - 1
+        take_input(session, more)
+        session.num_computed_tokens = computed
+
+    def update_and_keep_sessions(*args: Any) -> Any:
+        found = update(*args)
+        queued = {*scheduler.running, *scheduler.waiting, *scheduler.kv_holding_waiting}
+        for request in scheduler.requests.values():
+            if request.resumable and request not in queued and not request.is_finished():
+                scheduler._enqueue_waiting_request(request)
+        return found
+
+    scheduler.update_from_output = update_and_keep_sessions
+    scheduler._update_request_as_session = take_input_behind_known
     scheduler.finish_requests = finish_in_order
     scheduler._update_waiting_for_remote_kv = finish_load_and_reservation
     scheduler._handle_invalid_blocks = cut_back_and_drop
@@ -450,11 +469,39 @@ class Rig:
         self.requests: dict[str, Request] = {}
         self.sampled: dict[str, int] = defaultdict(int)
         self.verified: dict[str, int] = defaultdict(int)
+        # How long sessions get at most, in tokens.
+        self.longest: dict[str, int] = {}
         self.queue: deque[tuple[Any, Any]] = deque()
         self.steps = self.landed = 0
         self.arrivals = 0
 
     # -- stimuli
+
+    def proceed(self, req: str, tokens: tuple[int, ...], max_tokens: int) -> None:
+        """Give a session more input; end it if there is none. Not if it is over, or too long."""
+        ask = self.asks[req]
+        if not ask.session or req not in self.s.requests:
+            return
+        self.longest[req] += len(tokens) + max_tokens
+        if tokens and self.longest[req] >= self.setup.max_model_len:
+            return
+        self.arrivals += 1
+        request = build_request(
+            req,
+            list(tokens) or [0],
+            max_tokens=max_tokens,
+            block_size=self.setup.block_size,
+            stop=True,
+            salt=None,
+            lora=None,
+            items=[],
+            priority=ask.priority,
+            params=None,
+            skip_reading_prefix_cache=ask.skip_reading,
+            session=bool(tokens),
+            arrival=float(self.arrivals),
+        )
+        self.s.add_request(request)
 
     def add(self, ask: Ask) -> Request:
         self.arrivals += 1
@@ -470,9 +517,11 @@ class Rig:
             priority=ask.priority,
             params=None,
             skip_reading_prefix_cache=ask.skip_reading,
+            session=ask.session,
             arrival=float(self.arrivals),
         )
         self.asks[ask.req] = ask
+        self.longest[ask.req] = len(ask.prompt) + ask.max_tokens
         if self.connector is not None:
             self.connector.asks = self.asks
         self.requests[ask.req] = request

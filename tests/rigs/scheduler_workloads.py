@@ -88,12 +88,14 @@ def asks(draw: Any, req: str, setup: Setup) -> Ask:
         send_steps=draw(st.sampled_from([0, 0, 1, 4])),
         skip_reading=draw(st.sampled_from([False] * 9 + [True])),
         priority=draw(st.integers(0, 2)),
+        session=draw(st.sampled_from([False, False, False, True])),
     )
 
 
 @st.composite
 def workloads(draw: Any) -> tuple[Setup, list[tuple[Any, ...]]]:
-    """Draw a configuration and a sequence of events: arrivals, steps, aborts, resets."""
+    """Draw a configuration and a sequence of events: arrivals, steps, aborts, resets, and more
+    input of sessions."""
     setup = draw(setups())
     names = [f"r{i}" for i in range(draw(st.integers(1, 5)))]
     steps = st.integers(0, 4).map(lambda count: [("step",)] * count)
@@ -109,10 +111,17 @@ def workloads(draw: Any) -> tuple[Setup, list[tuple[Any, ...]]]:
                     st.tuples(st.just("abort"), st.sampled_from(names)),
                     st.tuples(st.just("reset"), st.booleans(), st.booleans()),
                     st.tuples(st.just("pause"), st.sampled_from([0, 0, 1, 2])),
+                    st.tuples(
+                        st.just("more"),
+                        st.sampled_from(names),
+                        st.lists(st.integers(500, 503), max_size=9).map(tuple),
+                        st.integers(1, 6),
+                    ),
                 )
             )
         )
-    return setup, [*events, ("pause", 0)]
+    over = [("more", name, (), 1) for name in names]
+    return setup, [*events, ("pause", 0), *over]
 
 
 def play(engine: str, setup: Setup, events: list[tuple[Any, ...]]) -> Rig:
@@ -126,6 +135,8 @@ def play(engine: str, setup: Setup, events: list[tuple[Any, ...]]) -> Rig:
             rig.abort(event[1])
         elif event[0] == "reset":
             rig.reset(event[1], event[2])
+        elif event[0] == "more":
+            rig.proceed(*event[1:])
         else:
             rig.pause(event[1])
     return rig.run(STEPS_AFTER)
