@@ -41,6 +41,9 @@ def proceed(engine: Engine, session: Request, request: Request) -> None:
         engine.finish_requests(session.request_id, RequestStatus.FINISHED_ABORTED)
     else:
         _take(engine, session, more)
+        if engine.settings.priority:  # it came later than it was queued for
+            engine.leave_queues({session})
+            _queue(engine, session)
 
 
 def end_turn(engine: Engine, session: Request) -> bool:
@@ -61,9 +64,13 @@ def end_turn(engine: Engine, session: Request) -> bool:
         _take(engine, session, more)
     else:
         return True
+    _queue(engine, session)
+    return False
+
+
+def _queue(engine: Engine, session: Request) -> None:
     queue = engine.kv_holding_waiting if session.num_computed_tokens else engine.waiting
     queue.add_request(session)
-    return False
 
 
 def _take(engine: Engine, session: Request, more: StreamingUpdate) -> None:

@@ -187,7 +187,7 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
         lambda: deque(maxlen=MOST_IN_FLIGHT)
     )
     most: dict[Who, int] = {}  # where they have to go on at the latest
-    falls_back = False  # the engine takes back what later steps in flight compute
+    falls_back = False  # the engine has none of these bugs (it is the reference engine)
     finished: dict[tuple[str | None, str, int], int] = {}  # (engine, request, generation) -> step
     waiting: dict[Who, tuple[int, str]] = {}  # starved requests
     for e in trace:
@@ -209,7 +209,7 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             waiting.pop((e.get("on"), e["req"]), None)  # it was only late
         elif kind == "run.end" and waiting and not e["quiesced"]:
             return min(waiting.values())
-        if kind == "req.state" and _is_forgotten(e):
+        if kind == "req.state" and not falls_back and _is_forgotten(e):
             return e["seq"], FORGOTTEN.format(req=e["req"])
         if kind == "relay.broken":
             guarantee = f"engine.relays-{e['way']}"

@@ -72,9 +72,8 @@ def vllm_advances_windows_early(
         return allocate(manager, request, *args, **kwargs)
 
 
-@Target(f"{SCHEDULER}._handle_stopped_request").after
-def vllm_forgets_sessions(is_over: bool, scheduler: Scheduler, request: Any) -> None:
-    """Let a session that goes on begin again without its tokens."""
-    if not is_over:
-        scheduler.kv_cache_manager.free(request)
-        request.num_computed_tokens = 0
+@Target(f"{SCHEDULER}._update_request_as_session").after
+def vllm_forgets_sessions(_: None, scheduler: Scheduler, session: Any, more: Any) -> None:
+    """Take a session out of the waiting queues when it gets more input."""
+    for queue in (scheduler.kv_holding_waiting, scheduler.waiting):
+        queue.remove_requests({session})

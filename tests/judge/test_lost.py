@@ -275,3 +275,4 @@ def test_a_session_whose_turn_ends_when_it_was_preempted(to: str) -> None:
     assert found is not None and found[0] == 1 and "session s" in found[1]
     assert lost(numbered(START, {**turn, "from": "RUNNING"})) is None
     assert lost(numbered(START, {**turn, "to": "FINISHED_STOPPED"})) is None
+    assert lost(numbered({**START, "engine": "reference"}, turn)) is None

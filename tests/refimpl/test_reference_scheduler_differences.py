@@ -126,3 +126,15 @@ def test_a_session_whose_turn_ends_while_it_is_preempted_goes_on() -> None:
         rig.run(30)
     assert "s" not in ours.s.requests
     assert "s" in theirs.s.requests
+
+
+def test_sessions_are_queued_by_the_arrival_of_their_input() -> None:
+    asks = [Ask(name, tuple(range(9)), 2, session=True) for name in ("s", "t")]
+    order = []
+    for rig in pair(Setup(policy="priority"), *asks):
+        rig.run(20)
+        rig.proceed("t", (500,), 2)
+        rig.proceed("s", (500,), 2)
+        output, _ = rig.schedule()
+        order.append([request.req_id for request in output.scheduled_new_reqs])
+    assert order == [["t", "s"], ["s", "t"]]

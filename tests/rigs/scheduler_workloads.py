@@ -88,7 +88,8 @@ def asks(draw: Any, req: str, setup: Setup) -> Ask:
         send_steps=draw(st.sampled_from([0, 0, 1, 4])),
         skip_reading=draw(st.sampled_from([False] * 9 + [True])),
         priority=draw(st.integers(0, 2)),
-        session=draw(st.sampled_from([False, False, False, True])),
+        # With priorities, vLLM leaves a session in its old place of the queue.
+        session=setup.policy == "fcfs" and draw(st.sampled_from([False, False, False, True])),
     )
 
 
