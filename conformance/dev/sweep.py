@@ -165,13 +165,18 @@ def turns(
 
 
 def sweep(work: Iterable[Turn], where: Choice, jobs: int | None) -> Iterator[tuple[int, Tally]]:
-    """Run everything, and yield (seed, its tally). Prints how far it is every PAUSE seconds."""
+    """Run everything, and yield (seed, its tally).
+
+    Prints alarms as they come, and how far it is every PAUSE seconds.
+    """
     printed = time.monotonic()
     with executor(where, Calls(judge), "sweep", jobs) as workers:
         for seed, done in groupby(workers.run(work), lambda each: each[0].seed):
             tally = Tally()
-            for turn, found in done:
-                tally.add(_died(turn, found) if isinstance(found, Death) else found)
+            for turn, answer in done:
+                found = _died(turn, answer) if isinstance(answer, Death) else answer
+                print(*found.alarms, sep="\n", end="\n" if found.alarms else "", flush=True)
+                tally.add(found)
                 if time.monotonic() - printed > PAUSE:
                     printed = time.monotonic()
                     print(f"seed {seed}: {tally.runs} runs, {len(tally.alarms)} alarms", flush=True)
@@ -260,7 +265,6 @@ def main(
     coming = turns(names, runs, _until(end, range(first_seed, first_seed + seeds)), share)
     try:
         for seed, tally in sweep(coming, choice, jobs):
-            print(*tally.alarms, sep="\n", end="\n" if tally.alarms else "")
             judged = f"{tally.runs - tally.unsupported} of {tally.runs} runs judged"
             counts = f"{judged}, the others unsupported; {len(tally.alarms)} alarms"
             print(f"seed {seed}: {counts}, {time.monotonic() - start:.0f} s", flush=True)

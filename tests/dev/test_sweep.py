@@ -23,13 +23,17 @@ HERE = Choice("here")
 
 
 def test_a_connector_that_is_wrong_alarms_and_a_correct_one_does_not(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = ("kvconform.refimpl.defects.boundaries:UnknownToken", {})
     monkeypatch.setitem(registry.VARIANTS, "wrong", wrong)
     run = next(run for run in RUNS if run.scheduling == "async")
     work = sweep.turns(["sync", "wrong"], [run], range(3, 5))
-    found = list(sweep.sweep(work, HERE, None))
+    found = []
+    for seed, tally in sweep.sweep(work, HERE, None):
+        found.append((seed, tally))
+        said = capsys.readouterr().out
+        assert said and all(str(alarm) in said for alarm in tally.alarms), "as they come"
     assert [(seed, tally.runs) for seed, tally in found] == [(3, 2), (4, 2)]
     for seed, tally in found:
         assert {(each.connector, each.seed) for each in tally.alarms} == {("wrong", seed)}
