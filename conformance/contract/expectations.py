@@ -332,6 +332,12 @@ class GivenUpE(BaseExpectation):
     given_up: Counted = Field(alias="given-up")
 
 
+class KilledE(BaseExpectation):
+    """Whether the process was killed in the midst of a save (`restart: {killed_at: ...}`)."""
+
+    killed: bool
+
+
 class FreeBlocksE(BaseExpectation):
     """Free blocks of the pool now."""
 

@@ -554,6 +554,17 @@ class Otherwise(Model):
         return self
 
 
+class Killed(Model):
+    """The process is killed in the midst of a save: the first one after the steps before."""
+
+    killed_at: float = Field(
+        gt=0,
+        lt=1,
+        description="after this share of the calls that the last save before has made; where files "
+        "were seen half-written in that save, in the midst of that",
+    )
+
+
 class RestartStep(BaseStep):
     """Shut the connector's halves down, and build new ones over the same store.
 
@@ -564,10 +575,15 @@ class RestartStep(BaseStep):
     in a fresh interpreter with another hash seed; vLLM's block hashes stay the same.
     `{context_parallel: 4}`, `{dtype: float16}`, `{model: other/model}`: as `process`, and with
     another configuration. `settings`: as `process`, and with the connector's options for it (the
-    setting `extra_config_after_restart`).
+    setting `extra_config_after_restart`). `{killed_at: 0.5}`: as `process`, and the first one is
+    killed while it saves.
     """
 
-    restart: Literal["engine", "another-engine", "process", "interpreter", "settings"] | Otherwise
+    restart: (
+        Literal["engine", "another-engine", "process", "interpreter", "settings"]
+        | Otherwise
+        | Killed
+    )
 
 
 class ShutdownStep(BaseStep):

@@ -143,6 +143,9 @@ def evaluate(
         kind = event["kind"]
         if kind == "run.changed":
             cfg.update(constants_of(event))
+        elif kind == "engine.lifecycle" and event["op"] == "killed":
+            for monitor in monitors.values():
+                monitor.cut_off()
         if kind in HOOKED and "hook" in event:
             watches = of_hooks[kind, event["hook"]]
         else:

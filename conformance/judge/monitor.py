@@ -89,6 +89,9 @@ class Monitor:
         """
         raise NotImplementedError
 
+    def cut_off(self) -> None:
+        """React to a kill of the process, after which nothing that was pending goes on."""
+
     def finish(self, last: Event | None = None) -> None:
         """Judge what needs the end of the trace; `last` is its last event."""
 
@@ -366,6 +369,10 @@ class RespondMonitor(Monitor):
             f"{t['kind']} in step {t.get('step', '?')}{text} was not followed by"
             f" {_match_text(respond.then)} before {_match_text(respond.by)}"
         )
+
+    def cut_off(self) -> None:
+        """Ask nothing more of what has begun: the process was killed."""
+        self.open.clear()
 
     def finish(self, last: Event | None = None) -> None:
         """Count the triggers that still wait."""

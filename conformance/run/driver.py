@@ -25,6 +25,7 @@ from kvconform.contract.steps import (
     Damage,
     FailLoad,
     Idle,
+    Killed,
     NewPart,
     OfPrompt,
     Otherwise,
@@ -50,6 +51,7 @@ from kvconform.run.controls import Controls
 from kvconform.run.damage import Damager
 from kvconform.run.expectations import Expectations, Reloads
 from kvconform.run.forbidden import Forbidden
+from kvconform.run.killer import Killer
 from kvconform.run.leftovers import Leftovers, restarts_here
 from kvconform.run.namesakes import Namesakes
 from kvconform.run.promises import Promises
@@ -110,7 +112,7 @@ class Driver:
         promises: Promises | None,
         before: Progress | None = None,
         watcher: Watcher | None = None,
-        changed: str | Otherwise | None = None,
+        changed: str | Otherwise | Killed | None = None,
         rests: bool = False,
     ) -> None:
         self.variant = variant
@@ -139,6 +141,8 @@ class Driver:
         if self.running.sizes != variant.sizes:
             trace.emit("run.changed", **self.running.sizes)
         self.restarts = 0
+        self.killer: Killer | None = None
+        """Ends this process in the midst of a save."""
         """Of the engine, in this process."""
         self.leftovers: Leftovers | None = None
         if (count := restarts_here(variant.case.steps)) and self._counts_leftovers():
@@ -265,6 +269,8 @@ class Driver:
     def execute_part(self, steps: Sequence[Step]) -> None:
         """Execute some steps of the case, run until nothing is left to do, and shut down."""
         self.execute_steps(steps)
+        if self.killer is not None:
+            self.killer.arm()
         self.run_dry()
         self._before_asking_again()
         dead_threads.emit()

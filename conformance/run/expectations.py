@@ -55,6 +55,7 @@ class Expectations:
             "local-hits": self._local_hits,
             "copies": self._copies,
             "given-up": self._given_up,
+            "killed": self._killed,
             "free_blocks": self._free_blocks,
         }
 
@@ -196,6 +197,11 @@ class Expectations:
     def _preempted(self, arg: Any) -> str | None:
         events = self._of("req.state", arg.req, to="PREEMPTED", reason="preempt")
         return self._bounded(arg, len(events), "preemptions")
+
+    def _killed(self, wanted: bool) -> str | None:
+        kills = [e for e in self._events if e["kind"] == "engine.lifecycle" and e["op"] == "killed"]
+        was = "was" if kills else "was not"
+        return None if bool(kills) == wanted else f"the process {was} killed in the midst of a save"
 
     def _resumed(self, arg: Any) -> str | None:
         events = self._of("req.scheduled", arg.req)

@@ -31,6 +31,7 @@ from kvconform.process import alive, scratch, watchdog, wire
 from kvconform.process.clock import monotonic
 from kvconform.process.supervisor import dies_with_parent
 from kvconform.process.watchdog import HookTimeout
+from kvconform.run.killer import Killer
 
 if TYPE_CHECKING:
     from kvconform.config.target import Target
@@ -124,11 +125,17 @@ Conclude = Callable[["Driver | None", BaseException], FirstPartEnded]
 
 
 def run_first_part(
-    create: Callable[[], Driver], steps: Sequence[Any], trace: Trace, conclude: Conclude
+    create: Callable[[], Driver],
+    steps: Sequence[Any],
+    trace: Trace,
+    conclude: Conclude,
+    tmp: Path,
+    killed_at: float | None = None,
 ) -> tuple[Progress, Registry]:
     """Run `steps` in a forked process, and take over its trace, contents and requests.
 
-    The memory of the connector is lost with that process. If the run ends there,
+    The memory of the connector is lost with that process. With `killed_at`, the process ends in the
+    midst of a save to files below `tmp` (kvconform.run.killer). If the run ends there,
     `conclude(driver, error)` completes its trace and returns the FirstPartEnded that is raised.
     ElsewhereError if the process dies.
     """
@@ -137,16 +144,28 @@ def run_first_part(
     folder = scratch.make("elsewhere", scratch_root())
     note = folder / "note"
 
+    def left(driver: Driver) -> bytes:
+        return pickle.dumps((trace.events, trace.step, driver.state.progress, driver.registry))
+
     def child() -> None:
         driver = None
         dies_with_parent()
         watchdog.after_fork(note)
+
+        def killed() -> None:
+            assert driver is not None
+            driver.engine.ranks.leader.worker.sample()  # its step has computed what was being saved
+            trace.emit("engine.lifecycle", **lifecycle("killed"))
+            theirs.send_bytes(left(driver))
+            os._exit(0)
+
         try:
             try:
                 driver = create()
+                if killed_at is not None:
+                    driver.killer = Killer(driver.engine.probe, tmp, killed_at, killed)
                 driver.execute_part(steps)
-                state = driver.state
-                answer = pickle.dumps((trace.events, trace.step, state.progress, driver.registry))
+                answer = left(driver)
             except (Exception, HookTimeout, SystemExit) as error:
                 ended = conclude(driver, error)
                 answer = pickle.dumps((trace.events, trace.step, ended, None))

@@ -17,7 +17,7 @@ from kvconform.config.target import MultiTarget, Target, inside
 from kvconform.contract.capabilities import complete
 from kvconform.contract.case import LOADERS, Case, Device, Variant
 from kvconform.contract.events import EVENTS, crash, lifecycle, run_cut_short, run_start
-from kvconform.contract.steps import Otherwise
+from kvconform.contract.steps import Killed, Otherwise
 from kvconform.contract.trace import PairTrace, Trace
 from kvconform.engine.configs import HEAD_DIM, HEADS, LAYERS
 from kvconform.engine.fault import blame, is_connectors, refusal, within_a_connector
@@ -251,7 +251,7 @@ def _starts_with_an_error(trace: Trace) -> bool:
 def _before_restart(
     run: Run,
     create: partial[Driver],
-    kind: str | Otherwise,
+    kind: str | Otherwise | Killed,
     steps: Sequence[Any],
     trace: Trace,
     registry: Registry,
@@ -273,6 +273,8 @@ def _before_restart(
         steps,
         trace,
         lambda dead, error: _conclude(run, trace, dead, error, restarted=False),
+        create.keywords["tmp"],
+        kind.killed_at if isinstance(kind, Killed) else None,
     )
 
 

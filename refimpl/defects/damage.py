@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from kvconform.refimpl.cache.backend import Backend
 from kvconform.refimpl.cache.chunks import ChunkStore
 from kvconform.refimpl.cache.file import FileBackend
-from kvconform.refimpl.cache.seal import HEADER, unpacked
+from kvconform.refimpl.cache.seal import HEADER, packed, unpacked
 from kvconform.refimpl.cache.urls import open_backend
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.plan import Save
@@ -112,6 +112,37 @@ class _InPlace(FileBackend):
         self._make(os.path.dirname(path))
         with suppress(OSError), open(path, "wb") as file:
             file.write(value)
+
+
+class _Bare(ChunkStore):
+    """Stores layers in safetensors' format as they are, without a checksum."""
+
+    def _sealed(self, name: str, layers: Mapping[str, bytes]) -> bytes:
+        return packed(layers)
+
+    def _opened(self, name: str, stored: bytes | None) -> dict[str, bytes]:
+        return {} if stored is None else unpacked(stored)
+
+
+class _Reserves(FileBackend):
+    """Writes the head of a file under its name, and reserves the room for the rest first."""
+
+    def _write(self, path: str, value: bytes) -> None:
+        self._make(os.path.dirname(path))
+        head = 8 + int.from_bytes(value[:8], "little")
+        with open(path, "wb") as file:
+            file.write(value[:head])
+            file.truncate(len(value))
+            file.flush()
+            file.write(value[head:])
+
+
+class HalfWritten(ReferenceConnector):
+    """Takes a file for whole that has its length, although its writer may have been killed."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._store = _Bare(_Reserves(self.options.store))
 
 
 class TornFiles(_OverFiles):
