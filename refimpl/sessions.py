@@ -53,7 +53,9 @@ def end_turn(engine: Engine, session: Request) -> bool:
     """
     assert session.streaming_queue is not None
     engine.leave_queues({session})
-    session.num_computed_tokens -= session.num_output_placeholders
+    # Accepted drafts behind the token that ended the turn are no tokens of it.
+    computed = session.num_computed_tokens - session.num_output_placeholders
+    session.num_computed_tokens = min(computed, session.num_tokens - 1)
     session.num_output_placeholders = 0
     session.spec_token_ids = []
     session.drop_stale_output = True

@@ -15,7 +15,8 @@ It happens around a load that failed, in four ways:
 - It goes on keeping blocks free for an asynchronous load that failed. If the pool cannot hold the
   request twice, its retry is never admitted, and neither are the requests that wait behind it.
 
-A session whose turn ends by a token that arrives when it was preempted is forgotten, too.
+A session whose turn ends by a token that arrives when it was preempted is forgotten, too. One whose
+turn ends within a run of accepted drafts counts those behind its end as computed.
 
 What the engine does not pass from one half of a connector to the other is no fault of the
 connector's, either: a report of the worker half, or the metadata of a step.
@@ -51,6 +52,10 @@ STARVED = (
 FORGOTTEN = (
     "the engine forgot session {req}, whose turn ended when it was preempted"
     " (engine.session-goes-on)"
+)
+OVERCOUNTED = (
+    "the engine counts tokens of session {req} as computed that it has dropped"
+    " (engine.session-counts-own)"
 )
 RECENT = 64
 """Rows that may have been scheduled before a load of their step failed."""
@@ -190,6 +195,7 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
     falls_back = False  # the engine has none of these bugs (it is the reference engine)
     finished: dict[tuple[str | None, str, int], int] = {}  # (engine, request, generation) -> step
     waiting: dict[Who, tuple[int, str]] = {}  # starved requests
+    known: dict[Who, int] = {}  # the tokens of requests
     for e in trace:
         kind = e["kind"]
         if kind == "run.start":
@@ -209,13 +215,17 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             waiting.pop((e.get("on"), e["req"]), None)  # it was only late
         elif kind == "run.end" and waiting and not e["quiesced"]:
             return min(waiting.values())
-        if kind == "req.state" and not falls_back and _is_forgotten(e):
-            return e["seq"], FORGOTTEN.format(req=e["req"])
+        if kind == "req.state" and e["reason"] == "output" and not falls_back:
+            if (text := _misplaced(e, known)) is not None:
+                return e["seq"], text.format(req=e["req"])
         if kind == "relay.broken":
             guarantee = f"engine.relays-{e['way']}"
             return e["seq"], RELAYED.format(what=", ".join(e["what"]), guarantee=guarantee)
+        if kind == "sample":
+            known[e.get("on"), e["req"]] = known.get((e.get("on"), e["req"]), 0) + 1
         if kind == "req.scheduled":
             key = e.get("on"), e["req"]
+            known[key] = e["known"]
             tables[key] = e["table"]
             rows[key].append((e["step"], e["output_computed"]))
             if e["output_computed"] > most.pop(key, e["output_computed"]):
@@ -245,10 +255,17 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
     return None
 
 
-def _is_forgotten(e: Mapping[str, Any]) -> bool:
-    """Return whether the turn of a session ends when it was preempted."""
-    ends = e.get("from") == "PREEMPTED" and e["reason"] == "output"
-    return bool(ends and e["to"].startswith("WAITING"))
+def _misplaced(e: Mapping[str, Any], known: Mapping[Who, int]) -> str | None:
+    """Return what is wrong with a session whose turn ends: a sentence for its id, or None.
+
+    `known`: how many tokens it has, without input that came meanwhile.
+    """
+    if not e["to"].startswith("WAITING"):
+        return None
+    if e.get("from") == "PREEMPTED":
+        return FORGOTTEN
+    own = known.get((e.get("on"), e["req"]))
+    return OVERCOUNTED if own is not None and e["computed"] >= own else None
 
 
 def _overtaken(

@@ -77,3 +77,10 @@ def vllm_forgets_sessions(_: None, scheduler: Scheduler, session: Any, more: Any
     """Take a session out of the waiting queues when it gets more input."""
     for queue in (scheduler.kv_holding_waiting, scheduler.waiting):
         queue.remove_requests({session})
+
+
+@Target(f"{SCHEDULER}._handle_stopped_request").after
+def vllm_counts_the_last_token(is_over: bool, _: Scheduler, request: Any) -> None:
+    """Count the token that ends a turn of a session as computed."""
+    if not is_over:
+        request.num_computed_tokens = request.num_tokens

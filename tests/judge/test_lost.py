@@ -51,6 +51,7 @@ HEARD = rollback(0, 0, 13)
 def row(start: int, tokens: int) -> dict[str, Any]:
     return {
         "kind": "req.scheduled",
+        "known": 99,
         "req": "a",
         "output_computed": start,
         "scheduled": tokens,
@@ -271,8 +272,21 @@ def test_only_blocks_of_the_load_that_failed_just_now_count() -> None:
 @pytest.mark.parametrize("to", ["WAITING", "WAITING_FOR_STREAMING_REQ"])
 def test_a_session_whose_turn_ends_when_it_was_preempted(to: str) -> None:
     turn = {"kind": "req.state", "req": "s", "from": "PREEMPTED", "to": to, "reason": "output"}
+    turn |= {"computed": 0}
     found = lost(numbered(START, turn))
     assert found is not None and found[0] == 1 and "session s" in found[1]
     assert lost(numbered(START, {**turn, "from": "RUNNING"})) is None
     assert lost(numbered(START, {**turn, "to": "FINISHED_STOPPED"})) is None
     assert lost(numbered({**START, "engine": "reference"}, turn)) is None
+
+
+def test_a_session_whose_turn_ends_within_accepted_drafts() -> None:
+    """It had 14 tokens, and got two of the four that were computed."""
+    row = {"kind": "req.scheduled", "req": "s", "known": 14, "output_computed": 13, "table": [4]}
+    sample = {"kind": "sample", "req": "s", "generation": 0}
+    end = {"kind": "req.state", "req": "s", "from": "RUNNING", "reason": "output", "computed": 17}
+    for to in ("WAITING", "WAITING_FOR_STREAMING_REQ"):
+        found = lost(numbered(START, row, sample, sample, {**end, "to": to}))
+        assert found is not None and found[0] == 4 and "session s" in found[1]
+        right = {**end, "to": to, "computed": 15}
+        assert lost(numbered(START, row, sample, sample, right)) is None

@@ -138,3 +138,14 @@ def test_sessions_are_queued_by_the_arrival_of_their_input() -> None:
         output, _ = rig.schedule()
         order.append([request.req_id for request in output.scheduled_new_reqs])
     assert order == [["t", "s"], ["s", "t"]]
+
+
+def test_drafts_behind_the_end_of_a_turn_are_not_counted() -> None:
+    ask = Ask("s", tuple(range(13)), 3, accepted=(3,), session=True)
+    computed = []
+    for rig in pair(Setup(spec=3), ask):
+        rig.run(20)
+        session = rig.requests["s"]
+        assert session.num_tokens == 16
+        computed.append(session.num_computed_tokens)
+    assert computed == [15, 17]

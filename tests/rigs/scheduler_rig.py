@@ -424,6 +424,13 @@ def repair(scheduler: Any) -> Any:
         return affected
 
     update, take_input = scheduler.update_from_output, scheduler._update_request_as_session
+    end_turn = scheduler._handle_stopped_request
+
+    def end_turn_at_known(request: Request) -> bool:
+        own = request.num_tokens - 1 + request.num_output_placeholders
+        if request.resumable:
+            request.num_computed_tokens = min(request.num_computed_tokens, own)
+        return end_turn(request)
 
     def take_input_behind_known(session: Request, more: Any) -> None:
         computed = session.num_computed_tokens
@@ -439,6 +446,7 @@ def repair(scheduler: Any) -> Any:
                 scheduler._enqueue_waiting_request(request)
         return found
 
+    scheduler._handle_stopped_request = end_turn_at_known
     scheduler.update_from_output = update_and_keep_sessions
     scheduler._update_request_as_session = take_input_behind_known
     scheduler.finish_requests = finish_in_order
