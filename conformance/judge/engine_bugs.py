@@ -215,9 +215,8 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             waiting.pop((e.get("on"), e["req"]), None)  # it was only late
         elif kind == "run.end" and waiting and not e["quiesced"]:
             return min(waiting.values())
-        if kind == "req.state" and e["reason"] == "output" and not falls_back:
-            if (text := _misplaced(e, known)) is not None:
-                return e["seq"], text.format(req=e["req"])
+        if not falls_back and (text := _misplaced(e, known)) is not None:
+            return e["seq"], text.format(req=e["req"])
         if kind == "relay.broken":
             guarantee = f"engine.relays-{e['way']}"
             return e["seq"], RELAYED.format(what=", ".join(e["what"]), guarantee=guarantee)
@@ -256,11 +255,11 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
 
 
 def _misplaced(e: Mapping[str, Any], known: Mapping[Who, int]) -> str | None:
-    """Return what is wrong with a session whose turn ends: a sentence for its id, or None.
+    """Return what is wrong with a session whose turn ends at an event: a sentence, or None.
 
     `known`: how many tokens it has, without input that came meanwhile.
     """
-    if not e["to"].startswith("WAITING"):
+    if e["kind"] != "req.state" or e["reason"] != "output" or not e["to"].startswith("WAITING"):
         return None
     if e.get("from") == "PREEMPTED":
         return FORGOTTEN
