@@ -224,7 +224,7 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             known[e.get("on"), e["req"]] = known.get((e.get("on"), e["req"]), 0) + 1
         if kind == "req.scheduled":
             key = e.get("on"), e["req"]
-            known[key] = e["known"]
+            known[key] = e.get("known", 0)
             tables[key] = e["table"]
             rows[key].append((e["step"], e["output_computed"]))
             if e["output_computed"] > most.pop(key, e["output_computed"]):
