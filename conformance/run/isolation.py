@@ -31,7 +31,6 @@ from kvconform.process import alive, scratch, watchdog, wire
 from kvconform.process.clock import monotonic
 from kvconform.process.supervisor import dies_with_parent
 from kvconform.process.watchdog import HookTimeout
-from kvconform.run.killer import Killer
 
 if TYPE_CHECKING:
     from kvconform.config.target import Target
@@ -163,6 +162,8 @@ def run_first_part(
             try:
                 driver = create()
                 if killed_at is not None:
+                    from kvconform.run.killer import Killer  # only here is vLLM imported
+
                     driver.killer = Killer(driver.engine.probe, tmp, killed_at, killed)
                 driver.execute_part(steps)
                 answer = left(driver)
