@@ -162,7 +162,9 @@ def run_first_part(
             try:
                 driver = create()
                 if killed_at is not None:
-                    from kvconform.run.killer import Killer  # only here is vLLM imported
+                    from kvconform.run.killer import (
+                        Killer,  # it imports vLLM, which a controller does not
+                    )
 
                     driver.killer = Killer(driver.engine.probe, tmp, killed_at, killed)
                 driver.execute_part(steps)
