@@ -41,6 +41,7 @@ _CAME_UP: dict[str, Callable[[Event], bool]] = {
     "hit": lambda e: e["kind"] == "lookup" and e["tokens"] != 0,  # None: it may come from below
     "release before a load": lambda e: e["kind"] == "pair.request" and e["gone"],
     "several ranks": lambda e: _most_ranks(e) > 1,
+    "kill": lambda e: e["kind"] == "engine.lifecycle" and e["op"] == "killed",
 }
 """How each circumstance shows in a trace."""
 
@@ -58,6 +59,7 @@ WORDS = {
     "hit": ("promot",),
     "release before a load": ("gives blocks up before",),
     "several ranks": ("every rank", "several ranks", "two ranks"),
+    "kill": ("is killed",),
 }
 """Beginnings of words by which a usual cause (`wrong` of a requirement) names a circumstance."""
 

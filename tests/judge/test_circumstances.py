@@ -28,6 +28,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     "hit": {"kind": "lookup", "local": 0, "tokens": 4},
     "release before a load": {"kind": "pair.request", "gone": True},
     "several ranks": {"kind": "run.changed", "ranks": 2},
+    "kill": {"kind": "engine.lifecycle", "op": "killed"},
 }
 
 
