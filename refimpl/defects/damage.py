@@ -71,7 +71,7 @@ class _Unverified(_Trusting):
 class _OverFiles(ReferenceConnector):
     """Has a store of this kind, one rank only."""
 
-    kind: ClassVar[type[_Trusting]]
+    kind: ClassVar[type[ChunkStore]]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -137,12 +137,13 @@ class _Reserves(FileBackend):
             file.write(value[head:])
 
 
-class HalfWritten(ReferenceConnector):
+class HalfWritten(_OverFiles):
     """Takes a file for whole that has its length, although its writer may have been killed."""
 
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        self._store = _Bare(_Reserves(self.options.store))
+    kind = _Bare
+
+    def _backend(self) -> Backend:
+        return _Reserves(self.options.store)
 
 
 class TornFiles(_OverFiles):

@@ -423,6 +423,16 @@ def repair(scheduler: Any) -> Any:
                 )
         return affected
 
+    if hasattr(scheduler, "_update_request_as_session"):
+        _repair_sessions(scheduler)
+    scheduler.finish_requests = finish_in_order
+    scheduler._update_waiting_for_remote_kv = finish_load_and_reservation
+    scheduler._handle_invalid_blocks = cut_back_and_drop
+    return scheduler
+
+
+def _repair_sessions(scheduler: Any) -> None:
+    """Let a session keep its tokens when its turn ends, and its place in the queue."""
     update, take_input = scheduler.update_from_output, scheduler._update_request_as_session
     end_turn = scheduler._handle_stopped_request
 
@@ -449,10 +459,6 @@ def repair(scheduler: Any) -> Any:
     scheduler._handle_stopped_request = end_turn_at_known
     scheduler.update_from_output = update_and_keep_sessions
     scheduler._update_request_as_session = take_input_behind_known
-    scheduler.finish_requests = finish_in_order
-    scheduler._update_waiting_for_remote_kv = finish_load_and_reservation
-    scheduler._handle_invalid_blocks = cut_back_and_drop
-    return scheduler
 
 
 @dataclass
@@ -485,18 +491,14 @@ class Rig:
 
     # -- stimuli
 
-    def proceed(self, req: str, tokens: tuple[int, ...], max_tokens: int) -> None:
-        """Give a session more input; end it if there is none. Not if it is over, or too long."""
-        ask = self.asks[req]
-        if not ask.session or req not in self.s.requests:
-            return
-        self.longest[req] += len(tokens) + max_tokens
-        if tokens and self.longest[req] >= self.setup.max_model_len:
-            return
+    def _request(
+        self, ask: Ask, tokens: tuple[int, ...], max_tokens: int, *, session: bool
+    ) -> Request:
+        """Return the next request to arrive, or the next input of a session."""
         self.arrivals += 1
-        request = build_request(
-            req,
-            list(tokens) or [0],
+        return build_request(
+            ask.req,
+            list(tokens),
             max_tokens=max_tokens,
             block_size=self.setup.block_size,
             stop=True,
@@ -506,28 +508,22 @@ class Rig:
             priority=ask.priority,
             params=None,
             skip_reading_prefix_cache=ask.skip_reading,
-            session=bool(tokens),
+            session=session,
             arrival=float(self.arrivals),
         )
-        self.s.add_request(request)
+
+    def proceed(self, req: str, tokens: tuple[int, ...], max_tokens: int) -> None:
+        """Give a session more input; end it if there is none. Not if it is over, or too long."""
+        ask = self.asks[req]
+        if not ask.session or req not in self.s.requests:
+            return
+        self.longest[req] += len(tokens) + max_tokens
+        if tokens and self.longest[req] >= self.setup.max_model_len:
+            return
+        self.s.add_request(self._request(ask, tokens or (0,), max_tokens, session=bool(tokens)))
 
     def add(self, ask: Ask) -> Request:
-        self.arrivals += 1
-        request = build_request(
-            ask.req,
-            list(ask.prompt),
-            max_tokens=ask.max_tokens,
-            block_size=self.setup.block_size,
-            stop=True,
-            salt=None,
-            lora=None,
-            items=[],
-            priority=ask.priority,
-            params=None,
-            skip_reading_prefix_cache=ask.skip_reading,
-            session=ask.session,
-            arrival=float(self.arrivals),
-        )
+        request = self._request(ask, ask.prompt, ask.max_tokens, session=ask.session)
         self.asks[ask.req] = ask
         self.longest[ask.req] = len(ask.prompt) + ask.max_tokens
         if self.connector is not None:

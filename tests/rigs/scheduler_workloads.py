@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from kvconform.compat.vllm_api import AWAITING_INPUT
 from scheduler_rig import Ask, Rig, Setup
 
 STEPS_AFTER = 150
@@ -69,6 +70,8 @@ def asks(draw: Any, req: str, setup: Setup) -> Ask:
         if tight
         else min(setup.max_model_len - 2, (setup.num_blocks - 1) * setup.block_size - 10, 30)
     )
+    # With priorities, vLLM leaves a session in its old place of the queue.
+    may_be_session = AWAITING_INPUT is not None and setup.policy == "fcfs"
     base = draw(st.sampled_from([0, 100]))  # prompts with the same base share a prefix
     prompt = [base + i for i in range(draw(st.one_of(st.just(longest), st.integers(1, longest))))]
     if draw(st.booleans()):
@@ -88,15 +91,16 @@ def asks(draw: Any, req: str, setup: Setup) -> Ask:
         send_steps=draw(st.sampled_from([0, 0, 1, 4])),
         skip_reading=draw(st.sampled_from([False] * 9 + [True])),
         priority=draw(st.integers(0, 2)),
-        # With priorities, vLLM leaves a session in its old place of the queue.
-        session=setup.policy == "fcfs" and draw(st.sampled_from([False, False, False, True])),
+        session=may_be_session and draw(st.sampled_from([False, False, False, True])),
     )
 
 
 @st.composite
 def workloads(draw: Any) -> tuple[Setup, list[tuple[Any, ...]]]:
-    """Draw a configuration and a sequence of events: arrivals, steps, aborts, resets, and more
-    input of sessions."""
+    """Draw a configuration and a sequence of events.
+
+    These are arrivals, steps, aborts, resets, pauses, and more input of sessions.
+    """
     setup = draw(setups())
     names = [f"r{i}" for i in range(draw(st.integers(1, 5)))]
     steps = st.integers(0, 4).map(lambda count: [("step",)] * count)
