@@ -96,9 +96,9 @@ _RELEASE = version_key(vllm.__version__)
 KV_LAYOUT = _kv_layout(_RELEASE)
 """Layout of a layer's KV tensor (see kvconform.kv.cache), as FlashAttention registers it."""
 FINISHED_ERROR = getattr(RequestStatus, "FINISHED_ERROR", RequestStatus.FINISHED_ABORTED)
+"""Final status of a request that cannot be recovered; until 0.12 there was no status for it."""
 AWAITING_INPUT = getattr(RequestStatus, "WAITING_FOR_STREAMING_REQ", None)
 """The state of a session between its turns. None in releases without sessions."""
-"""Final status of a request that cannot be recovered; until 0.12 there was no status for it."""
 PREEMPTIONS_BY_METADATA = (
     "kv_connector_metadata"
     in inspect.signature(getattr(KVConnectorBase_V1, "handle_preemptions", len)).parameters

@@ -367,7 +367,7 @@ SCENES = (
     Kind(third_request),
     Kind(fails_again),
     Kind(ends_while_saving),
-    Kind(session, ("reference", "vllm")),
+    Kind(session),
     Kind(states_and_drafts, ("vllm",)),
     Kind(soaked),
     Kind(taken_id),

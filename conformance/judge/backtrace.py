@@ -527,10 +527,8 @@ def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
     event = next(e for e in trace if e["seq"] == seq)
     left = _left_over(trace, event) if event["kind"] == "run.end" else []
     named = event.get("req")
-    if isinstance(named, list) and named:
-        mine = set(named)
-    else:
-        mine = {req} if req is not None else set(left)
+    several = set(named) if isinstance(named, list) else set()
+    mine = several or ({req} if req is not None else set(left))
     chosen = [e for e in trace if e["seq"] == seq or _shown(e, event, mine)]
     last = EXCERPT // 2 if left else EXCERPT
     before = [e for e in chosen if e["seq"] <= seq][-last:]

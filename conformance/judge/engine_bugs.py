@@ -28,7 +28,7 @@ transfer ends the engine.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -192,17 +192,17 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
         lambda: deque(maxlen=MOST_IN_FLIGHT)
     )
     most: dict[Who, int] = {}  # where they have to go on at the latest
-    falls_back = False  # the engine has none of these bugs (it is the reference engine)
+    is_reference = False  # that engine loses no request
     finished: dict[tuple[str | None, str, int], int] = {}  # (engine, request, generation) -> step
     waiting: dict[Who, tuple[int, str]] = {}  # starved requests
-    known: dict[Who, int] = {}  # the tokens of requests
+    known: Counter[Who] = Counter()  # the tokens of requests
     for e in trace:
         kind = e["kind"]
         if kind == "run.start":
-            falls_back = e.get("engine") == "reference"
+            is_reference = e.get("engine") == "reference"
         elif unheard and _hears(e):
             failure = unheard.pop(e["req"], None)
-            if failure is not None and not falls_back:
+            if failure is not None and not is_reference:
                 most.update(_overtaken(failure, tables, rows))
         elif kind == "block" and e["op"] == "alloc":
             failed.pop((e.get("on"), e["id"]), None)
@@ -215,13 +215,15 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             waiting.pop((e.get("on"), e["req"]), None)  # it was only late
         elif kind == "run.end" and waiting and not e["quiesced"]:
             return min(waiting.values())
-        if not falls_back and (text := _misplaced(e, known)) is not None:
-            return e["seq"], text.format(req=e["req"])
+        if kind == "req.state" and not is_reference:
+            text = _misplaced(e, known)
+            if text is not None:
+                return e["seq"], text.format(req=e["req"])
         if kind == "relay.broken":
             guarantee = f"engine.relays-{e['way']}"
             return e["seq"], RELAYED.format(what=", ".join(e["what"]), guarantee=guarantee)
         if kind == "sample":
-            known[e.get("on"), e["req"]] = known.get((e.get("on"), e["req"]), 0) + 1
+            known[e.get("on"), e["req"]] += 1
         if kind == "req.scheduled":
             key = e.get("on"), e["req"]
             known[key] = e.get("known", 0)
@@ -255,11 +257,11 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
 
 
 def _misplaced(e: Mapping[str, Any], known: Mapping[Who, int]) -> str | None:
-    """Return what is wrong with a session whose turn ends at an event: a sentence, or None.
+    """Return what is wrong with a session whose turn ends with a req.state: a sentence, or None.
 
     `known`: how many tokens it has, without input that came meanwhile.
     """
-    if e["kind"] != "req.state" or e["reason"] != "output" or not e["to"].startswith("WAITING"):
+    if e["reason"] != "output" or not e["to"].startswith("WAITING"):
         return None
     if e.get("from") == "PREEMPTED":
         return FORGOTTEN

@@ -141,9 +141,9 @@ class Driver:
         if self.running.sizes != variant.sizes:
             trace.emit("run.changed", **self.running.sizes)
         self.restarts = 0
+        """Of the engine, in this process."""
         self.killer: Killer | None = None
         """Ends this process in the midst of a save."""
-        """Of the engine, in this process."""
         self.leftovers: Leftovers | None = None
         if (count := restarts_here(variant.case.steps)) and self._counts_leftovers():
             self.leftovers = Leftovers(trace, count)

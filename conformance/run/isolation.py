@@ -162,9 +162,8 @@ def run_first_part(
             try:
                 driver = create()
                 if killed_at is not None:
-                    from kvconform.run.killer import (
-                        Killer,  # it imports vLLM, which a controller does not
-                    )
+                    # Imported here, because it imports vLLM, which a controller does not.
+                    from kvconform.run.killer import Killer
 
                     driver.killer = Killer(driver.engine.probe, tmp, killed_at, killed)
                 driver.execute_part(steps)

@@ -5,8 +5,7 @@ What a connector does in its saving hooks is counted in calls of functions, C fu
 step before shows how many there are, and what its files look like at each of them: where one has
 other bytes than in the end, a kill leaves half of it. The kill comes in the middle of these places,
 of those where the size is right already if there are any, or else after a share of the calls. So it
-comes at the same place in every run. Saves of threads are not counted: no hook of theirs is
-interrupted.
+comes at the same place in every run. A save on a thread of the connector is not interrupted.
 """
 
 from __future__ import annotations
@@ -50,9 +49,11 @@ class Killer:
 
     def arm(self) -> None:
         """Kill in the next save that makes enough calls; never, if there was no save before."""
+        self._settle()
         self._at = self._place or None
 
     def _begin(self, _: Call) -> None:
+        self._settle()
         self._calls = 0
         self._seen = []
 
@@ -61,10 +62,12 @@ class Killer:
 
     def _stop(self, _: Call) -> None:
         sys.setprofile(None)
+
+    def _settle(self) -> None:
+        """Choose the place of the kill by the step that has ended, unless it saved little."""
         self._most = max(self._most, self._calls)
-        if 2 * self._calls < self._most:  # a step that saved little
+        if not self._calls or 2 * self._calls < self._most:
             return
-        self._place = max(1, int(self._calls * self._share))
         after = self._files()
         half = [
             (number, any(after[file][0] == found[0] for file, found in differing.items()))
@@ -72,8 +75,8 @@ class Killer:
             if (differing := {f: files[f] for f in files if after.get(f, files[f]) != files[f]})
         ]
         places = [number for number, is_full in half if is_full] or [number for number, _ in half]
-        if places:
-            self._place = places[len(places) // 2]
+        share = max(1, int(self._calls * self._share))
+        self._place = places[len(places) // 2] if places else share
 
     def _count(self, frame: Any, event: str, arg: Any) -> None:
         if event not in ("call", "c_call"):

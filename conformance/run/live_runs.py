@@ -30,6 +30,17 @@ from kvconform.process.servers import Servers
 from kvconform.run.calibration import Profile, promises_of, target_profile
 from kvconform.run.runs import Runs
 
+ABOUT_KV = (
+    "store",
+    "persistent",
+    "best_effort",
+    "synthesises_kv",
+    "non_prefix_reuse",
+    "recomputes",
+    "lossy",
+    "composite",
+)
+"""Capabilities that describe the KV itself. Siblings do not change them."""
 _started = False
 
 
@@ -90,19 +101,6 @@ def make_live_runs(variant: Variant, target: Target, spec: Spec, *, seed: int, t
             tmp=tmp,
         ),
     )
-
-
-ABOUT_KV = (
-    "store",
-    "persistent",
-    "best_effort",
-    "synthesises_kv",
-    "non_prefix_reuse",
-    "recomputes",
-    "lossy",
-    "composite",
-)
-"""Capabilities that are about the KV itself, whoever else brings some."""
 
 
 def _with_siblings(caps: dict[str, Any]) -> dict[str, Any]:
