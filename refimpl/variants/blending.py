@@ -71,7 +71,8 @@ class Blending(ReferenceConnector):
 
     This is CacheBlend for a connector that cannot compute: the tokens to compute again are the last
     ones, which it does not claim. Keys are turned to their new positions (rotary embeddings).
-    Latent KV (MLA) is refused. Its additional options are those of `BlendOptions`.
+    Those of a quantised cache are not, so a chunk is found there after its own prefix only. Latent
+    KV (MLA) is refused. Its additional options are those of `BlendOptions`.
     """
 
     options: BlendOptions
@@ -82,6 +83,7 @@ class Blending(ReferenceConnector):
         if vllm_config.model_config.use_mla:
             raise ValueError("blending does not turn latent KV (MLA) to other positions")
         self._rotary = Rotary.of(vllm_config, neox=self.options.neox)
+        self._is_quantised = vllm_config.cache_config.cache_dtype.startswith("fp8")
 
     @classmethod
     def kvconform_capabilities(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -101,6 +103,8 @@ class Blending(ReferenceConnector):
 
         They still cover tenant, adapter and all images up to the end of the chunk.
         """
+        if self._is_quantised:
+            return super()._keys(request, keys, end)
         chunk = self.options.chunk_tokens
         root = request_key(self._root, request)
         for start in range(len(keys) * chunk, end - chunk + 1, chunk):

@@ -50,6 +50,11 @@ class Part:
     recurrent: bool = False
     local: bool = False
 
+    @property
+    def slots_per_block(self) -> int:
+        """Slots of a block: those of its tokens, or the one of its state."""
+        return 1 if self.recurrent else self.block_size
+
     def key(self, chunk: str) -> str:
         """Return the key of this group's share of a chunk."""
         return f"{chunk}.{self.number}"
@@ -77,9 +82,7 @@ class Share(Piece):
     part: Part
 
     def blocks(self, block_size: int) -> set[int]:
-        if self.part.recurrent:
-            return set(self.slots)
-        return {slot // self.part.block_size for slot in self.slots}
+        return {slot // self.part.slots_per_block for slot in self.slots}
 
 
 class HybridConnector(ReferenceConnector, SupportsHMA):
@@ -195,8 +198,7 @@ class HybridConnector(ReferenceConnector, SupportsHMA):
 
     def _inside(self, share: Share) -> Share:
         """Return the part of the share after its null blocks."""
-        slots_per_block = 1 if share.part.recurrent else share.part.block_size
-        null = sum(slot // slots_per_block == NULL_BLOCK for slot in share.slots)
+        null = sum(slot // share.part.slots_per_block == NULL_BLOCK for slot in share.slots)
         return replace(share, first=share.first + null, slots=share.slots[null:])
 
     def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
