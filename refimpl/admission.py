@@ -85,7 +85,8 @@ def _look_up(engine: Engine, request: Request) -> tuple[KVCacheBlocks, int, int,
 
     None if the connector does not know yet. EngineAssertion if its answer is illegal.
     """
-    blocks, local, _ = engine.kv_cache_manager.get_computed_blocks(request)
+    manager = engine.kv_cache_manager
+    blocks, local, request.shared_prefix_boundary = manager.get_computed_blocks(request)
     if engine.connector is None:
         return blocks, local, 0, False
     answer = engine.connector.get_num_new_matched_tokens(request, local)

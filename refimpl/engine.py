@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvconform.compat.vllm_api import AWAITING_INPUT
 from kvconform.refimpl.errors import EngineAssertion, IntegrityError
 from kvconform.refimpl.kv_manager import KVManager
+from kvconform.refimpl.paging import NULL_BLOCK
 from kvconform.refimpl.queues import WaitingQueue
 from kvconform.refimpl.settings import Settings
 
@@ -37,7 +38,7 @@ def check_integrity(engine: Engine) -> None:
         for queue in (engine.running, engine.waiting, engine.kv_holding_waiting)
         for request in queue
     )
-    mentioned = places.keys() | engine.kv_cache_manager.tables.keys()
+    mentioned = set(places).union(*(group.tables for group in engine.kv_cache_manager.groups))
     for request_id in mentioned - engine.requests.keys():
         raise IntegrityError(
             f"request {request_id}", "is queued or holds blocks and does not exist"
@@ -50,9 +51,9 @@ def check_integrity(engine: Engine) -> None:
 
 def _check_blocks(engine: Engine) -> None:
     pool = engine.kv_cache_manager.block_pool
-    tables = engine.kv_cache_manager.tables
-    owners = Counter(block.block_id for table in tables.values() for block in table)
-    owners.update(block.block_id for _, blocks in engine.deferred_frees for block in blocks)
+    tables = [table for group in engine.kv_cache_manager.groups for table in group.tables.values()]
+    tables += [blocks for _, blocks in engine.deferred_frees]
+    owners = Counter(block.block_id for table in tables for block in table if not block.is_null)
     queue = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
     for block in pool.blocks[1:]:
         is_free = block.block_id in queue
@@ -74,15 +75,12 @@ def _check_blocks(engine: Engine) -> None:
             raise IntegrityError(
                 f"block {block.block_id}", f"shared by {owned} requests without being cached"
             )
-    if owners[0] or 0 in queue:
+    if 0 in queue:
         raise IntegrityError("block 0", "the null block was handed out")
 
 
 def _wrong_with(engine: Engine, request: Request, places: int) -> str | None:
     """Return what is inconsistent about a request that is in so many queues, or None."""
-    manager = engine.kv_cache_manager
-    table = manager.tables.get(request.request_id, [])
-    cached = manager.num_cached.get(request.request_id, 0)
     computed = request.num_computed_tokens
     placeholders = request.num_output_placeholders
     in_flight = request.num_in_flight_tokens
@@ -92,12 +90,21 @@ def _wrong_with(engine: Engine, request: Request, places: int) -> str | None:
         return f"{request.status.name}, in {places} queues"
     if request.status != RequestStatus.RUNNING and request in engine.running:
         return f"in the running list as {request.status.name}"
-    if len({block.block_id for block in table}) != len(table):
-        return f"holds a block twice: {[block.block_id for block in table]}"
-    if not is_finished and computed > len(table) * manager.block_size:
-        return f"{computed} computed tokens in {len(table)} blocks"
-    if cached > min(len(table), len(request.block_hashes)):
-        return f"{cached} blocks published of {len(table)}, {len(request.block_hashes)} hashes"
+    held: set[int] = set()
+    for group in engine.kv_cache_manager.groups:
+        table = group.ids(request.request_id)
+        blocks = [block for block in table if block != NULL_BLOCK]
+        cached = group.num_cached.get(request.request_id, 0)
+        if len(set(blocks)) < len(blocks) or not held.isdisjoint(blocks):
+            return f"holds a block twice: {table}"
+        held.update(blocks)
+        is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        if not is_loading and not group.holds_what_is_read(request.request_id, max(0, computed)):
+            return f"holds no block where its next token reads: {table}"
+        if not is_finished and computed > len(table) * group.block_size:
+            return f"{computed} computed tokens in {len(table)} blocks"
+        if cached > min(len(table), len(request.block_hashes)):
+            return f"{cached} blocks published of {len(table)}, {len(request.block_hashes)} hashes"
     if min(placeholders, in_flight, stale) < 0:
         return f"{placeholders} placeholders, {in_flight} tokens in flight, {stale} of them stale"
     if placeholders != 0 and not engine.settings.is_async:
@@ -271,12 +278,14 @@ class Engine:
         self.inflight_prefills.discard(request)
         self.denied_once.discard(request)
         if self.connector is not None:
+            self.kv_cache_manager.free_passed(request, request.num_computed_tokens)
             covering = -(-request.num_computed_tokens // self.settings.block_size)
-            table = self.kv_cache_manager.get_block_ids(request.request_id)[0][:covering]
+            tables = self.kv_cache_manager.get_block_ids(request.request_id)
+            tables = tuple([table[:covering] for table in tables])
             if isinstance(self.connector, SupportsHMA):
-                delay, params = self.connector.request_finished_all_groups(request, (table,))
+                delay, params = self.connector.request_finished_all_groups(request, tables)
             else:
-                delay, params = self.connector.request_finished(request, table)
+                delay, params = self.connector.request_finished(request, tables[0])
         self.finished_req_ids.add(request.request_id)
         if not (delay or delay_free):
             self.forget(request)

@@ -35,7 +35,7 @@ class FreeQueue(FreeKVCacheBlockQueue):
 
 
 class BlockPool:
-    """Blocks 0..num_blocks-1 of one KV cache group.
+    """Blocks 0..num_blocks-1, which the KV cache groups share.
 
     Block 0 is the null block: it is never allocated, and its holders are not counted. A block is
     free while it has no holder (`ref_cnt` 0). A free block keeps its hash, and so its bytes, until
@@ -72,11 +72,18 @@ class BlockPool:
     def get_cached_block(
         self, block_hash: bytes, kv_cache_group_ids: Sequence[int] = (0,)
     ) -> list[KVCacheBlock] | None:
-        """Return the oldest cached block with this hash, in a list, or None. Changes nothing."""
-        found = self.cached_block_hash_to_block.get_one_block(
-            make_block_hash_with_group_id(block_hash, kv_cache_group_ids[0])
-        )
-        return [found] if found else None
+        """Return the oldest cached block of each group with this hash. Changes nothing.
+
+        None if a group has none.
+        """
+        blocks = []
+        for group in kv_cache_group_ids:
+            key = make_block_hash_with_group_id(block_hash, group)
+            found = self.cached_block_hash_to_block.get_one_block(key)
+            if found is None:
+                return None
+            blocks.append(found)
+        return blocks
 
     def is_cached(self, block: KVCacheBlock) -> bool:
         """Return whether the prefix cache has this very block under its hash."""
@@ -122,13 +129,14 @@ class BlockPool:
         self,
         request: Request,
         blocks: list[KVCacheBlock],
-        start: int,
-        end: int,
+        places: Iterable[int],
         block_size: int,
         group: int = 0,
     ) -> None:
-        """Publish `blocks[start:end]` of `request` under the request's own hashes."""
-        for i in range(start, end):
+        """Publish blocks of `request`, but for null blocks, under its own hashes."""
+        for i in places:
+            if blocks[i].is_null:
+                continue
             key = make_block_hash_with_group_id(request.block_hashes[i], group)
             set_block_hash(blocks[i], key, (i + 1) * block_size)
             self.cached_block_hash_to_block.insert(key, blocks[i])

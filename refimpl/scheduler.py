@@ -20,7 +20,7 @@ from kvconform.refimpl.step import Step, build_output
 
 
 class ReferenceScheduler(Engine):
-    """A scheduler of requests over one KV cache group.
+    """A scheduler of requests over the KV cache groups of a model.
 
     It calls the connector where vLLM 0.32 does, in the same order and with the same arguments.
     `schedule` decides a step, `update_from_output` lands it. With asynchronous scheduling, any

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from vllm.v1.kv_cache_interface import MambaSpec
+
 from kvconform.compat.vllm_api import later
 from kvconform.contract.situation import policies as known_policies
+from kvconform.refimpl.tables import Reach
 
 
 class Settings:
@@ -40,6 +43,10 @@ class Settings:
         self.is_async = async_scheduling
         self.priority = scheduler.policy == "priority"
         self.block_size = block_size
+        self.groups = [Reach.of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+        self.retention: int | None = later(
+            kv_cache_config, "prefix_cache_retention_interval", None
+        )
         # Including the null block 0.
         self.num_blocks: int = kv_cache_config.num_blocks
         self.prefix_caching: bool = vllm_config.cache_config.enable_prefix_caching
@@ -53,6 +60,8 @@ class Settings:
         self.token_budget: int = (
             scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
         )
+        # Tokens that may be scheduled before their steps have landed.
+        self.most_in_flight: int = later(vllm_config, "max_in_flight_tokens", self.max_model_len)
         # Rows of the model's input per step: tokens, and draft slots of each request.
         self.input_budget: int = scheduler.max_num_batched_tokens
 
@@ -67,7 +76,8 @@ class Settings:
         # An asynchronous load leaves the blocks free that one verification step may need.
         self.spec_step_blocks = 0
         if self.num_spec:
-            self.spec_step_blocks = -(-(1 + self.num_spec + self.num_lookahead) // block_size)
+            rows = 1 + self.num_spec + self.num_lookahead
+            self.spec_step_blocks = sum(-(-rows // group.block_size) for group in self.groups)
 
         # The longest chunk while other requests wait; 0: no limit.
         self.long_prefill: int = scheduler.long_prefill_token_threshold
@@ -102,8 +112,11 @@ def _unsupported(
         yield f"unknown policies {sorted(unknown)}"
     if runner not in ("v1", "v2"):
         yield f"runner {runner!r}"
-    if len(kv_cache_config.kv_cache_groups) != 1:
-        yield "more than one KV cache group"
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if any(isinstance(spec, MambaSpec) for spec in specs):
+        yield "recurrent layers"
+    if len({spec.block_size for spec in specs}) > 1:
+        yield "KV cache groups with unlike block sizes"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         yield "pipeline parallelism"
     if spec is not None and spec.use_eagle():

@@ -19,9 +19,14 @@ def failed_loads(engine: Engine, reported: KVConnectorOutput) -> set[str]:
     Returns the ids of the requests whose output of this step does not count. With the policy
     "recompute", C falls to the last good block: a running request continues from there, a loading
     one when its load has been reported. With "fail", all of them will end with an error.
+    EngineAssertion for blocks that failed in a model with several groups.
     """
     recompute = engine.settings.recompute_failed_loads
     invalid = reported.invalid_block_ids or set()
+    if invalid and len(engine.settings.groups) > 1:
+        raise EngineAssertion(
+            "R131", f"blocks {sorted(invalid)} failed: with several groups, name the requests"
+        )
     loading: set[str] = set()
     for request_id in reported.failed_recving or ():
         request = engine.requests.get(request_id)
@@ -36,6 +41,7 @@ def failed_loads(engine: Engine, reported: KVConnectorOutput) -> set[str]:
     running = _cut_back(engine, engine.running, invalid, evict=not recompute)
     if not recompute:
         return loading | running
+    _start_over(engine, loading | running)
     engine.failed_recving_kv_req_ids |= loading
     if engine.settings.is_async:
         for request_id in running:
@@ -47,6 +53,21 @@ def failed_loads(engine: Engine, reported: KVConnectorOutput) -> set[str]:
             request.num_stale_output_tokens = request.num_in_flight_tokens
             request.drop_stale_output = True
     return running
+
+
+def _start_over(engine: Engine, request_ids: set[str]) -> None:
+    """Let requests start over that have no blocks where their next token reads.
+
+    A load is granted only what the token behind it reads.
+    """
+    for request in map(engine.requests.__getitem__, sorted(request_ids)):
+        if engine.kv_cache_manager.holds_what_is_read(request):
+            continue
+        if request.status == LOADING:
+            request.num_computed_tokens = 0
+        else:
+            engine.leave_queues({request})
+            engine.preempt_now(request, drop_stale=True)
 
 
 def _cut_back(

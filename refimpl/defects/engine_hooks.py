@@ -207,7 +207,7 @@ _lost: dict[str, list[Any]] = {}
 
 @targets.PREEMPT_NOW.before
 def _remembers_blocks(engine: Engine, request: Request, *args: Any, **kwargs: Any) -> None:
-    _lost[request.request_id] = list(engine.kv_cache_manager.tables[request.request_id])
+    _lost[request.request_id] = list(engine.kv_cache_manager.groups[0].tables[request.request_id])
 
 
 @targets.APPEND.after
@@ -218,8 +218,9 @@ def _publishes_lost_blocks(
     if request.status == RequestStatus.PREEMPTED:
         blocks = _lost[request.request_id]
         hashed = [block.block_hash is not None for block in blocks]
-        manager.tables[request.request_id] = blocks
-        manager.num_cached[request.request_id] = [*hashed, False].index(False)
+        (group,) = manager.groups
+        group.tables[request.request_id] = blocks
+        group.num_cached[request.request_id] = [*hashed, False].index(False)
         known = min(request.num_tokens - 1, len(blocks) * engine.settings.block_size)
         manager.cache_blocks(request, known)
         manager.pop_blocks_for_free(request)

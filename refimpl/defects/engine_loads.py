@@ -24,7 +24,7 @@ def forgets_a_load_without_room(admit: Any, engine: Engine, step: Any, request: 
 @targets.IS_READY.replaced_by
 def forgets_a_report_without_room(is_ready: Any, engine: Engine, request: Request) -> bool:
     """Drop the report of a load if the rest of its request does not fit at that time."""
-    missing = engine.kv_cache_manager.missing_blocks(request.request_id, request.num_tokens)
+    missing = engine.kv_cache_manager.groups[0].missing(request.request_id, request.num_tokens)
     if (
         request.status == LOADING
         and missing > engine.kv_cache_manager.block_pool.get_num_free_blocks()

@@ -266,21 +266,17 @@ def test_pause_levels() -> None:
         ),
         (lambda s: setattr(s.kv_cache_manager.block_pool.blocks[1], "ref_cnt", 0), "block 1"),
         (
-            lambda s: s.kv_cache_manager.tables["r0"].append(
-                s.kv_cache_manager.block_pool.blocks[9]
-            ),
+            lambda s: _group(s).tables["r0"].append(s.kv_cache_manager.block_pool.blocks[9]),
             "block 9",
         ),
-        (
-            lambda s: s.kv_cache_manager.tables["r0"].append(s.kv_cache_manager.tables["r0"][0]),
-            "block 1",
-        ),
-        (lambda s: s.kv_cache_manager.tables["r0"].pop(), "request r0"),
-        (lambda s: s.kv_cache_manager.tables.update(ghost=[]), "request ghost"),
+        (lambda s: _group(s).tables["r0"].append(_group(s).tables["r0"][0]), "block 1"),
+        (lambda s: _group(s).tables["r0"].pop(), "request r0"),
+        (lambda s: _group(s).tables["r0"].__setitem__(0, _null(s)), "request r0"),
+        (lambda s: _group(s).tables.update(ghost=[]), "request ghost"),
         (lambda s: s.running.clear(), "request r0"),
         (lambda s: s.waiting.append(s.requests["r0"]), "request r0"),
         (lambda s: setattr(s.requests["r0"], "num_output_placeholders", -1), "request r0"),
-        (lambda s: s.kv_cache_manager.num_cached.update(r0=9), "request r0"),
+        (lambda s: _group(s).num_cached.update(r0=9), "request r0"),
         (
             lambda s: s.kv_cache_manager.block_pool.cached_block_hash_to_block._cache.clear(),
             "block 1",
@@ -294,6 +290,15 @@ def test_broken_books_are_noticed(spoil: Any, subject: str) -> None:
     with pytest.raises(IntegrityError) as raised:
         made.s.check_integrity()
     assert raised.value.subject == subject
+
+
+def _group(scheduler: Any) -> Any:
+    (group,) = scheduler.kv_cache_manager.groups
+    return group
+
+
+def _null(scheduler: Any) -> Any:
+    return scheduler.kv_cache_manager.block_pool.null_block
 
 
 def _release(scheduler: Any, block_id: int) -> None:

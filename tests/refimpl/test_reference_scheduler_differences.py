@@ -149,3 +149,32 @@ def test_drafts_behind_the_end_of_a_turn_are_not_counted() -> None:
         assert session.num_tokens == 16
         computed.append(session.num_computed_tokens)
     assert computed == [15, 17]
+
+
+def test_the_window_of_a_token_that_is_computed_again_is_loaded() -> None:
+    setup = Setup(connector="ScriptedHMAConnector", windows=(0, 5))
+    tables = []
+    for rig in pair(setup, Ask("r0", tuple(range(12)), answers=(("raw", (12, True)),))):
+        rig.step()
+        tables.append(rig.s.kv_cache_manager.get_block_ids("r0")[1])
+        rig.step()
+        # The last token of the prompt is computed again.
+        assert any(line.startswith("2 new r0 C11+1 ") for line in rig.story)
+    # position 11 reads the positions from 7 on
+    assert [block > 0 for block in tables[0]] == [False, True, True]
+    assert [block > 0 for block in tables[1]] == [False, False, True]
+
+
+def test_a_request_starts_over_if_it_has_not_the_window_before_what_failed() -> None:
+    ask = Ask("r0", tuple(range(12)), 2, answers=((8, False), (0, False)))
+    computed = []
+    for rig in pair(Setup(windows=(5,)), ask):
+        output, result = rig.schedule()
+        first, second, _ = rig.s.kv_cache_manager.get_block_ids("r0")[0]
+        assert first == 0
+        result.kv_connector_output.invalid_block_ids = {second}
+        rig.land(output, result)
+        computed.append(rig.requests["r0"].num_computed_tokens)
+        rig.run(20)
+        assert rig.requests["r0"].num_output_tokens == 2
+    assert computed == [0, 4]  # position 4 reads the positions from 0 on

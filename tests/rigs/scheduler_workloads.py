@@ -11,6 +11,8 @@ from kvconform.compat.vllm_api import AWAITING_INPUT
 from scheduler_rig import Ask, Rig, Setup
 
 STEPS_AFTER = 150
+WINDOWS = (*[(0,)] * 6, (5,), (-8,), (0, 6), (0, 9), (0, -8), (0, 5, 11), (5, 10), (0, 0, 6, -8))
+"""Those of the groups of a model; see `Setup.windows`."""
 
 
 @st.composite
@@ -29,6 +31,10 @@ def setups(draw: Any) -> Setup:
             delivery=False,
             full_isl=False,
         )
+    windows = draw(st.sampled_from(WINDOWS))
+    connectors = ["ScriptedConnector", "ScriptedConnector", "ScriptedHMAConnector", ""]
+    if len(windows) > 1:
+        connectors = ["ScriptedHMAConnector", "ScriptedHMAConnector", ""]
     return Setup(
         scheduling=draw(st.sampled_from(["sync", "async"])),
         runner=draw(st.sampled_from(["v1", "v2"])),
@@ -38,13 +44,13 @@ def setups(draw: Any) -> Setup:
         max_seqs=draw(st.sampled_from([1, 2, 4])),
         max_model_len=draw(st.sampled_from([32, 256])),
         spec=spec,
+        windows=windows,
+        retention=draw(st.sampled_from([None, 0, 8])) if max(windows) > 0 else None,
         caching=draw(st.sampled_from([True, True, True, False])),
         role=draw(st.sampled_from(["kv_both", "kv_producer", "kv_consumer"])),
         failure=draw(st.sampled_from(["recompute", "fail"])),
         policy=draw(st.sampled_from(["fcfs", "fcfs", "priority"])),
-        connector=draw(
-            st.sampled_from(["ScriptedConnector", "ScriptedConnector", "ScriptedHMAConnector", ""])
-        ),
+        connector=draw(st.sampled_from(connectors)),
         delivery=draw(st.sampled_from([None, False])),
         full_isl=draw(st.booleans()),
         long_prefill=draw(st.sampled_from([0, 0, max(3, 1 + spec)])),
