@@ -44,9 +44,7 @@ class Settings:
         self.priority = scheduler.policy == "priority"
         self.block_size = block_size
         self.groups = [Reach.of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-        self.retention: int | None = later(
-            kv_cache_config, "prefix_cache_retention_interval", None
-        )
+        self.retention: int | None = later(kv_cache_config, "prefix_cache_retention_interval", None)
         # Including the null block 0.
         self.num_blocks: int = kv_cache_config.num_blocks
         self.prefix_caching: bool = vllm_config.cache_config.enable_prefix_caching

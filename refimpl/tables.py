@@ -200,7 +200,9 @@ class GroupTables:
             return places
         ends = [request.num_prompt_tokens - 1, request.shared_prefix_boundary]
         if self._retention:
-            ends += range(self._retention, places.stop * self.block_size + self._retention, self._retention)
+            ends += range(
+                self._retention, places.stop * self.block_size + self._retention, self._retention
+            )
         # A hit ends with a whole block, and needs the window before its end.
         whole = [end // self.block_size for end in ends]
         windows = [range(self.reach.passed(end * self.block_size), end) for end in whole]

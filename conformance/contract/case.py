@@ -60,6 +60,8 @@ SLOW: tuple[Slow, ...] = ("compute", "transfers")
 GroupKind = Literal["full", "broad", "sliding", "wide", "local", "private", "latent", "state"]
 LARGE: frozenset[GroupKind] = frozenset({"broad", "wide"})
 """Kinds of groups with twice the tokens per block."""
+EVEN: frozenset[GroupKind] = frozenset({"full", "sliding", "local"})
+"""Kinds of groups that engine reference has in models with several."""
 Engine = Literal["reference", "vllm", "live"]
 Scheduling = Literal["sync", "async"]
 Runner = Literal["v1", "v2"]
@@ -150,7 +152,7 @@ class Config(Model):
     )
     groups: list[GroupKind] = Field(
         default=[],
-        description="KV cache groups of one layer each (engine vllm); a single one has all layers",
+        description="KV cache groups of one layer each; a single one has all layers",
     )
     layers: list[NonNegativeInt] = Field(
         default=[],
@@ -493,6 +495,8 @@ class Case(Model):
             raise ValueError(
                 "config: prefix_match_unit needs several groups, and must divide the block size"
             )
+        if self.engines != ["vllm"]:
+            raise ValueError("config: prefix_match_unit: engines must be [vllm]")
         return self
 
     @model_validator(mode="after")
@@ -517,19 +521,19 @@ class Case(Model):
         if names and len(set(ids)) < len(ids):
             raise ValueError("with several engines every request needs an id of its own")
         groups = self.config.groups
-        if len(groups) > 1 and (
-            groups[0] not in {"full", *LARGE} or "latent" in groups or self.engines != ["vllm"]
-        ):
+        if len(groups) > 1 and (groups[0] not in {"full", *LARGE} or "latent" in groups):
             raise ValueError(
-                "config: with several groups the first must be full, broad or wide, none may be"
-                " latent, and engines must be [vllm]"
+                "config: with several groups the first must be full, broad or wide, and none may be"
+                " latent"
+            )
+        if len(groups) > 1 and self.engines != ["vllm"] and not EVEN.issuperset(groups):
+            raise ValueError(
+                f"config: groups other than {', '.join(sorted(EVEN))}: engines must be [vllm]"
             )
         if len(groups) > 1 and not LOADERS.isdisjoint(self.config.multi):
             raise ValueError("config: multi: winner, fetcher and failer know one group only")
         if len(groups) == 1 and groups[0] not in ("full", "latent", "sliding"):
             raise ValueError("config: a single group must be full, latent or sliding")
-        if groups == ["sliding"] and self.engines != ["vllm"]:
-            raise ValueError("config: sliding windows: engines must be [vllm]")
         adds = [add for step in self.steps for add in step.adds()]
         if any(add.structured for add in adds) and self.engines != ["vllm"]:
             raise ValueError("structured output: only engine vllm has it")

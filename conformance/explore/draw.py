@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvconform.compat.installed import vllm_version
-from kvconform.contract.case import LARGE, LOADERS
+from kvconform.contract.case import EVEN, LARGE, LOADERS
 from kvconform.contract.requirement import version_key
 from kvconform.contract.situation import policies as known_policies
 from kvconform.explore.dice import Dice
@@ -172,6 +172,8 @@ GROUPS = (
     ["sliding"],
     ["latent"],
 )
+EVEN_GROUPS = (*[["latent"]] * 4, *(each for each in GROUPS if EVEN.issuperset(each)))
+"""Those that engine reference has, too; half of them are models of one group."""
 SLICES = ((2, 2), (4, 4), (4, 2), (3, 1))
 """Tensor parallel ranks, and the ranks that a block's tokens are split over."""
 SIBLINGS = (
@@ -428,7 +430,7 @@ def _special(dice: Dice, theme: str, engine: str, block: int) -> Data:
     elif theme == "pair":
         extra["engines"] = dict(ENGINES)
     elif theme == "groups":
-        extra["groups"] = list(dice.pick(GROUPS)) if engine == "vllm" else ["latent"]
+        extra["groups"] = list(dice.pick(GROUPS if engine == "vllm" else EVEN_GROUPS))
         if {"sliding", "wide"} & set(extra["groups"]):
             extra["window"] = dice.pick([5, 6, 8, 11])
         if "local" in extra["groups"]:
@@ -436,7 +438,8 @@ def _special(dice: Dice, theme: str, engine: str, block: int) -> Data:
         if {"sliding", "wide", "state"} & set(extra["groups"]):
             # The prefix cache keeps few of the windows and states, all of them, or one in so many.
             extra["retention_interval"] = dice.pick([0, 0, None, RETENTION])
-        if dice.one_in(3) and len(extra["groups"]) > 1 and _has_fine_hashes():
+        is_vllm = engine == "vllm"
+        if dice.one_in(3) and len(extra["groups"]) > 1 and is_vllm and _has_fine_hashes():
             extra["prefix_match_unit"] = block // 2
     elif theme == "ranks":
         pipeline = engine == "vllm" and dice.one_in(3)
@@ -449,7 +452,7 @@ def _special(dice: Dice, theme: str, engine: str, block: int) -> Data:
         extra["multi"] = list(dice.pick(SIBLINGS))
         if dice.one_in(4):
             extra["tensor_parallel"] = 2
-        elif engine == "vllm" and LOADERS.isdisjoint(extra["multi"]):
+        elif LOADERS.isdisjoint(extra["multi"]):
             extra |= {"groups": ["full", "sliding"], "window": dice.pick([5, 6, 8, 11])}
     elif theme == "odd":
         extra.update(dice.pick(ODD))

@@ -160,7 +160,7 @@ class Observer:
             computed_before_reset=self._stale(prefix, local, end),
             after_reset=self._reset_seen,
             computed=request.num_computed_tokens,
-            starved=is_async and end > local and self._starved(key, request, int(end)),
+            starved=is_async and end > local and self._starved(request, int(end)),
             unused=min(self._unused.get(key, 0), request.num_tokens - 1),
         )
         self._lookups[key] = Lookup(tokens, local, is_async, self.activity)
@@ -183,10 +183,8 @@ class Observer:
             return 0
         return max(0, min(end, prefix.ever) - max(prefix.since_reset, local))
 
-    def _starved(self, key: Incarnation, request: Any, end: int) -> bool:
-        failed = any(claim[:2] == key for claim in self._failed_claims)
-        size = self._loads.shape.block_size
-        return failed and starved(self.view.scheduler, request, end, size)
+    def _starved(self, request: Any, end: int) -> bool:
+        return starved(self.view.scheduler, request, end, self._loads.shape.block_size)
 
     def _interrupted(self, call: Call) -> None:
         """Emit the counters of the requests that a hook was about when it raised."""
@@ -596,9 +594,9 @@ def _names_sources(connector: type) -> bool:
 def starved(scheduler: Any, request: Any, end: int, block_size: int) -> bool:
     """Return whether only blocks reserved for the failed load prevent a load up to `end` tokens.
 
-    vLLM's scheduler leaves a request whose asynchronous load failed completely among the prefills
-    in flight, and keeps blocks free for it. False where the engine reserves nothing, has several
-    KV cache groups, or lacks blocks for another reason. Reads only.
+    vLLM's scheduler leaves a request whose asynchronous load failed completely, be it a sibling's,
+    among the prefills in flight, and keeps blocks free for it. False where the engine reserves
+    nothing, has several KV cache groups, or lacks blocks for another reason. Reads only.
     """
     inflight = getattr(scheduler, "_inflight_prefills", ())
     manager = scheduler.kv_cache_manager

@@ -495,3 +495,18 @@ def test_a_session_that_vllm_forgot_is_no_fault_of_the_connector(tmp_path: Path)
     found = outcome(workload, TARGET, SPEC, tmp_path / "run")
     assert (found.error, found.failures, found.unknown) == (None, [], [])
     assert found.broken_guarantees == ["engine.session-goes-on"]
+
+
+def test_who_waits_for_itself_after_a_sibling_failed_is_starved_by_vllm(tmp_path: Path) -> None:
+    """`run.quiesces` was wrongly reported: the load that failed was the sibling's."""
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 49, "max_tokens": 1}},
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "d", "prompt": {"same": "a"}, "max_tokens": 4}},
+        {"run": {}},
+    ]
+    config = {"block_size": 16, "num_blocks": 7, "multi": ["failer", "self"]}
+    found = outcome(mended(steps, "vllm", config=config), target_of("async"), SPEC, tmp_path)
+    assert (found.error, found.failures, found.unknown) == (None, [], [])
+    assert found.broken_guarantees == ["engine.retry-admitted"]

@@ -750,9 +750,8 @@ class Rig:
                 f"{_dense(values['result'])}"
             )
         elif hook == "alloc":
-            self.story.append(
-                f"{step} alloc {req} C{c} external{values['external']} {_dense(values['tables'][0])}"
-            )
+            table = _dense(values["tables"][0])
+            self.story.append(f"{step} alloc {req} C{c} external{values['external']} {table}")
         elif hook == "finished":
             line = (
                 f"end {req} C{c} P{p} F{f} N{n} {_dense(values['tables'][0])} {state[1].lower()} "
