@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvconform.compat.vllm_api import later
 from kvconform.contract.situation import policies as known_policies
-from kvconform.refimpl.tables import Reach
+from kvconform.refimpl.reach import Reach
 
 
 class Settings:

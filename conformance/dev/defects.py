@@ -513,7 +513,11 @@ def main(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # of every process
     workers = where.workers(jobs or None, min(4, len(os.sched_getaffinity(0)) + 2))
     known = known_defects()
-    outcomes = list(run_defects(names, workers, where))
+    outcomes = []
+    for outcome in run_defects(names, workers, where):
+        outcomes.append(outcome)
+        if outcome.problem:  # at once; the matrix comes when all are done
+            print(f"{outcome.defect}: {outcome.problem}", file=sys.stderr, flush=True)
     controls = [outcome for outcome in outcomes if outcome.defect not in known]
     matrix: KillMatrix = build(
         [each for each in outcomes if each not in controls],

@@ -7,6 +7,7 @@ They are skipped where the package ray is missing.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -29,12 +30,14 @@ pytest.importorskip("ray", reason="needs kvconform[ray]")
 clusters.ray()
 from ray.cluster_utils import Cluster  # noqa: E402
 
+SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+"""A node."""
+
 
 def two_nodes() -> Cluster:
     """Start a cluster of this machine: a head node and another one, with a CPU each."""
-    small = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args=small)
-    cluster.add_node(**small)
+    cluster = Cluster(initialize_head=True, head_node_args=SMALL)
+    cluster.add_node(**SMALL)
     cluster.wait_for_nodes()
     return cluster
 
@@ -87,6 +90,25 @@ def test_a_lost_node_costs_nothing_and_a_lost_process_its_piece(
         assert found[-len(sleeps) :] == [(piece, piece[1]) for piece in sleeps]
         with pytest.raises(UsageError, match="^no 3$"):
             list(workers.run([("refuse", 3)]))
+
+
+def test_a_cluster_is_reached_from_a_machine_outside_of_it() -> None:
+    """By its address `ray://HOST:PORT`, whose server runs the pieces for its clients."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    cluster = Cluster(
+        initialize_head=True, head_node_args={**SMALL, "ray_client_server_port": port}
+    )
+    pieces: list[Piece] = [("twice", 1), ("exit", 5), ("twice", 4)]
+    try:
+        with executor(Choice("ray", f"ray://127.0.0.1:{port}"), work(), "test", 1) as workers:
+            assert workers.count == 1
+            (_, first), (_, exited), (_, last) = workers.run(pieces)
+    finally:
+        cluster.shutdown()
+    assert (first, last) == (2, 8)
+    assert isinstance(exited, Death) and exited.code == 5
 
 
 def test_nodes_with_other_versions_are_named_before_anything_runs(

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvconform.contract.situation import policies
 from kvconform.refimpl.errors import EngineAssertion, IntegrityError
-from scheduler_rig import Ask, Rig, Setup, build
+from kvconform.refimpl.scheduler import ReferenceScheduler
+from scheduler_rig import Ask, Rig, Setup, build, configs
 
 PROMPT = tuple(range(12))
 
@@ -100,6 +104,36 @@ def test_an_id_in_use_is_refused() -> None:
     made = rig(None, Ask("r0", PROMPT))
     with pytest.raises(EngineAssertion, match="duplicate request id r0"):
         made.add(Ask("r0", PROMPT))
+
+
+def test_failed_blocks_of_several_groups_end_the_engine() -> None:
+    """R131: their ids do not say which request has them."""
+    setup = Setup(connector="ScriptedHMAConnector", windows=(0, 6))
+    for engine, raised in (("reference", EngineAssertion), ("vllm", RuntimeError)):
+        made = rig(setup, Ask("r0", PROMPT), engine=engine)
+        output, result = made.schedule()
+        assert result.kv_connector_output is not None
+        result.kv_connector_output.invalid_block_ids = {1}
+        with pytest.raises(raised, match="with (several|multiple)"):
+            made.land(output, result)
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        (MambaSpec(block_size=4, shapes=((4,),), dtypes=(torch.float32,)), "recurrent layers"),
+        (
+            FullAttentionSpec(block_size=8, num_kv_heads=1, head_size=64, dtype=torch.float32),
+            "KV cache groups with unlike block sizes",
+        ),
+    ],
+)
+def test_groups_that_are_not_supported_are_refused(spec: Any, problem: str) -> None:
+    config, cache = configs(Setup(connector=""))
+    groups = [*cache.kv_cache_groups, KVCacheGroupSpec(["other"], spec)]
+    cache = replace(cache, kv_cache_groups=groups)
+    with pytest.raises(ValueError, match=f"does not support {problem}"):
+        ReferenceScheduler(config, cache, None, block_size=4, async_scheduling=False)
 
 
 def test_what_is_not_supported_is_said() -> None:

@@ -332,7 +332,8 @@ def picture(output: Any) -> dict[str, Any]:
 
 
 @cache
-def _configs(setup: Setup) -> tuple[Any, Any]:
+def configs(setup: Setup) -> tuple[Any, Any]:
+    """Return the configuration of vLLM, and that of its KV cache."""
     transfer = None
     if setup.connector:
         extra = {} if setup.delivery is None else {"delivery": setup.delivery}
@@ -382,7 +383,7 @@ def build(
 
     `repaired`: without the defects that docs/reference-vs-vllm.md lists.
     """
-    config, cache_config = _configs(setup)
+    config, cache_config = configs(setup)
     if engine == "vllm":
         scheduler = vllm_api.build_scheduler(
             config,
