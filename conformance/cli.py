@@ -481,6 +481,14 @@ def _refuse_empty(arguments: list[str]) -> None:
             raise UsageError("an argument is empty; is a variable unset?")
 
 
+def _misused(error: Any) -> str:
+    """Return an error of the option parser, such as an unknown option, as a sentence."""
+    message = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None)
+    command = "kvconform" if context is None else context.command_path
+    return f"{message[:1].lower()}{message[1:]}; {command} -h shows how it is used"
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the program: print one sentence for an error, and a traceback only with --debug."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -506,8 +514,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         typer.echo("kvconform: interrupted", err=True)
         status = 3
     except Exception as error:
-        if hasattr(error, "exit_code") and hasattr(error, "show"):
-            error.show()  # an error of the option parser, such as an unknown option
+        if hasattr(error, "exit_code") and hasattr(error, "format_message"):
+            typer.echo(f"kvconform: {_misused(error)}", err=True)
             status = 2
         elif debug:
             raise

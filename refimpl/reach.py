@@ -22,13 +22,16 @@ class Reach:
     local: bool = False
 
     @classmethod
-    def of(cls, spec: Any) -> Reach:
-        """Return that of a group's KVCacheSpec."""
+    def of(cls, spec: Any, block_size: int) -> Reach:
+        """Return that of a group's KVCacheSpec.
+
+        `block_size`: tokens per block of its tables, which several ranks may share.
+        """
         if isinstance(spec, ChunkedLocalAttentionSpec):
-            return cls(spec.block_size, spec.attention_chunk_size, local=True)
+            return cls(block_size, spec.attention_chunk_size, local=True)
         if isinstance(spec, SlidingWindowSpec):
-            return cls(spec.block_size, spec.sliding_window)
-        return cls(spec.block_size)
+            return cls(block_size, spec.sliding_window)
+        return cls(block_size)
 
     def first_read(self, computed: int) -> int:
         """Return the first position that is read by the token behind `computed` tokens."""

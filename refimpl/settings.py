@@ -43,7 +43,8 @@ class Settings:
         self.is_async = async_scheduling
         self.priority = scheduler.policy == "priority"
         self.block_size = block_size
-        self.groups = [Reach.of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+        groups = kv_cache_config.kv_cache_groups
+        self.groups = [Reach.of(group.kv_cache_spec, block_size) for group in groups]
         self.retention: int | None = later(kv_cache_config, "prefix_cache_retention_interval", None)
         # Including the null block 0.
         self.num_blocks: int = kv_cache_config.num_blocks

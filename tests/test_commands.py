@@ -111,11 +111,11 @@ def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
             ("run", "-k", "qqqq"),
             "kvconform: there is no area, case or requirement 'qqqq'; the areas are ",
         ),
-        (("run", "-k", ""), "Error: Invalid value: -k names nothing"),
+        (("run", "-k", ""), "kvconform: invalid value: -k names nothing"),
         (("run", ""), "kvconform: an argument is empty; is a variable unset?"),
         (("run", "--config", ""), "kvconform: --config has no value; is a variable unset?"),
         (("run", "--report-dir="), "kvconform: --report-dir has no value; is a variable unset?"),
-        (("run", "-k", " , "), "Error: Invalid value: -k names nothing"),
+        (("run", "-k", " , "), "kvconform: invalid value: -k names nothing"),
         (
             ("run", "--profile", "smok"),
             "kvconform: there is no profile 'smok'; did you mean smoke?",
@@ -125,10 +125,10 @@ def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
             ("run", "--config", "."),
             "kvconform: . is a directory; name the settings file in it",
         ),
-        (("run", "a:B", "--connector", "c:D"), "Error: Invalid value: name the connector once"),
-        (("run", "--no-such-option"), "Error: No such option: --no-such-option"),
-        (("no-such-command",), "Error: No such command 'no-such-command'."),
-        (("run", "--seed", "x"), "Error: Invalid value for '--seed': "),
+        (("run", "a:B", "--connector", "c:D"), "kvconform: invalid value: name the connector once"),
+        (("run", "--no-such-option"), "kvconform: no such option: --no-such-option"),
+        (("no-such-command",), "kvconform: no such command 'no-such-command'; kvconform -h shows"),
+        (("run", "--seed", "x"), "kvconform: invalid value for '--seed': "),
     ],
 )
 def test_mistakes(

@@ -321,6 +321,8 @@ def read(place: str | Path) -> Report:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"{place} has no readable {NAME}: {why}") from None
+    if not text:
+        raise UsageError(f"{path} is empty: no run has written a report to it")
     # Not splitlines(): texts may contain its other line separators.
     lines = text.removesuffix("\n").split("\n")
     found: Report | None = None
