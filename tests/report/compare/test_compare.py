@@ -209,7 +209,6 @@ def test_a_report_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "text",
     [
-        "",
         "nonsense\n",
         '{"type": "row"}\n',
         json.dumps(HEADER) + "\n[]\n" + json.dumps(HEADER),
@@ -223,6 +222,12 @@ def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
         read(str(tmp_path))
     with pytest.raises(UsageError, match="has no readable report.jsonl"):
         read(str(tmp_path / "nowhere"))
+
+
+def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "report.jsonl").touch()
+    with pytest.raises(UsageError, match="is empty: no run has written a report to it"):
+        read(str(tmp_path))
 
 
 def test_pages_hold_what_a_connector_says_as_text(tmp_path: Path) -> None:
