@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ class Job:
     - `seconds`: those of the original, by run.
     - `limit`: seconds of all runs together, after which no further one begins; None: no limit.
     - `excused`: `case requirement` that kills nothing. `skipped`: runs that judge nothing of the
-      original. `known`: causes that exploration may find.
+      original. `known`: causes that exploration may find. `only`: the one workload that is explored,
+      by its number, instead of as many as there is time for.
     - `files`: files of the subject's modules, by module.
     """
 
@@ -67,6 +69,7 @@ class Job:
     excused: frozenset[str] = frozenset()
     skipped: frozenset[str] = frozenset()
     known: frozenset[str] = frozenset()
+    only: int | None = None
     files: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -75,7 +78,7 @@ ELSEWHERE = ("hash-seed", "second-process")
 Message = dict[str, Any]
 """`run`, `seconds`, `failed` (requirements) and `error` (of the harness), about one run.
 
-For the original also `lines` and `skipped`. Or `start`: why the connector did not start; or
+For a random workload also `number` and `causes`. For the original also `lines` and `skipped`. Or `start`: why the connector did not start; or
 `undecided`: why there is no verdict; or `done`, with `left`: runs that the limit left out.
 """
 
@@ -241,29 +244,37 @@ def _explore(connection: Connection, job: Job, spec: Spec, target: Target) -> No
         first_seed=job.explore_seed,
         count=1_000_000,
     )
+    numbered = enumerate(workloads)
+    if job.only is not None:
+        numbered = islice(numbered, job.only, job.only + 1)
     end = clock.monotonic() + job.explore
     known = set(job.known)
-    for workload in workloads:
-        if clock.monotonic() > end:
+    for number, workload in numbered:
+        if clock.monotonic() > end and job.only is None:
             return
         if not set(workload.data.get("relations", [])).isdisjoint(ELSEWHERE):
             continue  # it takes as long as many others
         start = clock.monotonic()
         with watchdog.case(EXPLORING, RUN_LIMIT):
             found = outcome(workload, target, spec, job.scratch / "explored")
-        causes = {str(each.key) for each in found.failures if not each.risk} - known
+        causes = {str(each.key) for each in found.failures if not each.risk}
+        error = f"harness: {found.error}"
+        if found.error:
+            causes.add(error)
+        causes -= known
         seconds = round(clock.monotonic() - start, 3)
         failed = sorted({each.requirement for each in found.failures if str(each.key) in causes})
         message: Message = {
             "run": EXPLORING,
             "seconds": seconds,
             "failed": failed,
+            "number": number,
             "causes": sorted(causes),
         }
-        if found.error:
+        if error in causes:
             message["error"] = found.error
         connection.send(message)
-        if (failed or found.error) and job.mutation is not None:
+        if causes and job.mutation is not None:
             return
         known |= causes
 

@@ -93,6 +93,8 @@ class Server:
         self._number = 0
         self.original = Original("")
         self._tried: Counter[str] = Counter()
+        # The random workload that killed a mutant: its number, and what it failed there.
+        self._workload: tuple[int, Sequence[str]] | None = None
         # Cases in which the original, too, ended its process or the harness.
         self._unended: set[str] = set()
 
@@ -165,7 +167,7 @@ class Server:
         """Judge one mutant. What the original fails, too, now and then, does not kill it."""
         start = time.perf_counter()
         made = self._judged_once(mutation)
-        while made.killed_by_a_case and self._fails_without_it(made):
+        while self._fails_without_it(made):
             made = self._judged_once(mutation)
         ends_badly = made.killed_by_a_case and not made.requirements
         if ends_badly and results.case_of(made.run) in self._unended:
@@ -202,6 +204,7 @@ class Server:
             diff=mutation.diff(),
             date=time.strftime("%Y-%m-%d"),
         )
+        self._workload = None
         limit = SPARE + self.explore + 5 * sum(self.original.seconds.get(each, 0) for each in order)
         for message in self._messages(job, limit):
             self._take(made, message)
@@ -212,6 +215,10 @@ class Server:
 
         It makes the run TRIES times more, once per run. What it fails is excused from then on.
         """
+        if made.outcome == "killed" and made.explored and self._workload is not None:
+            return self._explores_it_without_it(*self._workload)
+        if not made.killed_by_a_case:
+            return False
         run = self._runs[made.run]
         while self._tried[run.id] < TRIES:
             self._tried[run.id] += 1
@@ -221,6 +228,13 @@ class Server:
                     self._unended.add(run.variant.case.id)
         excused = self._excused()
         return any(f"{run.variant.case.id} {each}" in excused for each in made.requirements)
+
+    def _explores_it_without_it(self, number: int, causes: Sequence[str]) -> bool:
+        """Return whether the original fails in a random workload what killed a mutant there."""
+        job = self._job(None, [], explore=1.0, only=number)
+        for message in self._messages(job, SPARE):
+            self.original.found += message.get("causes", ())
+        return set(causes) <= set(self.original.found)
 
     def _excused(self) -> frozenset[str]:
         """Return `case requirement` for all that the original fails: it may in another run, too."""
@@ -245,6 +259,8 @@ class Server:
             if message["failed"] or "error" in message:
                 made.run, made.requirements = message["run"], message["failed"]
                 made.explored = made.run == EXPLORING
+                if made.explored:
+                    self._workload = message["number"], message["causes"]
                 made.note = message.get("error", "")
                 self._killed_by(made, _means(message["failed"]))
 
@@ -256,7 +272,11 @@ class Server:
             made.note = f"did not end in time, and the original takes {usual:g} s"
 
     def _job(
-        self, mutation: Mutation | None, runs: Sequence[Run], explore: float | None = None
+        self,
+        mutation: Mutation | None,
+        runs: Sequence[Run],
+        explore: float | None = None,
+        only: int | None = None,
     ) -> Job:
         self._number += 1
         first = self.subject.setups[0].id
@@ -276,6 +296,7 @@ class Server:
             excused=self._excused(),
             skipped=frozenset(self.original.skipped),
             known=frozenset(self.original.found),
+            only=only,
             files={module: str(path) for module, path in self._paths.items()},
         )
 

@@ -12,7 +12,7 @@ import pytest
 from kvconform.compat.installed import check_vllm
 from kvconform.contract.loader import load_spec
 from kvconform.dev.mutants import server
-from kvconform.dev.mutants.child import Job, Message
+from kvconform.dev.mutants.child import EXPLORING, Job, Message
 from kvconform.dev.mutants.mutation import Edit, Mutation, Site
 from kvconform.dev.mutants.server import Server
 from kvconform.dev.mutants.subject import subject
@@ -34,9 +34,11 @@ def judge(
     def messages(self: Server, job: Job, limit: float) -> Iterator[Message]:
         jobs.append(job)
         left = [m for m in mutants if m.get("requirement") not in excused_in(job)]
+        left = [m for m in left if not job.known.intersection(m.get("causes", ()))]
         for message in left if job.mutation else original:
             failed = [message["requirement"]] if "requirement" in message else []
-            yield {"run": job.runs[0].id, "seconds": 0.1, "failed": failed, **message}
+            run = {} if "run" in message else {"run": job.runs[0].id}
+            yield {**run, "seconds": 0.1, "failed": failed, **message}
         yield {"done": True, "left": 0}
 
     monkeypatch.setattr(Server, "_messages", messages)
@@ -63,6 +65,18 @@ def test_a_failure_that_the_original_has_now_and_then_is_none(
     result, jobs = judge(monkeypatch, [flaky], [flaky])
     assert result.outcome == "survived"
     assert jobs[-1].excused == {f"{CASE} save.owned"}  # in every run of the case
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_the_original_fails_in_a_random_workload_is_none(
+    monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """Also an error of the harness, which the original has in the same workload."""
+    found = {"run": EXPLORING, "number": 7, "causes": ["harness: x"], "error": "x"}
+    result, jobs = judge(monkeypatch, [] if own else [found], [found])
+    assert result.outcome == ("killed" if own else "survived")
+    (asked,) = (job for job in jobs if job.mutation is None)
+    assert (asked.only, asked.runs) == (7, [])
 
 
 def test_where_the_original_s_process_ends_a_mutant_s_death_decides_nothing(
