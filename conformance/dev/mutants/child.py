@@ -235,6 +235,7 @@ def _explore(connection: Connection, job: Job, spec: Spec, target: Target) -> No
     """
     from kvconform.explore.draw import drawn
     from kvconform.explore.outcome import outcome
+    from kvconform.explore.workload import Workload
 
     settings = job.settings[job.explore_setup]
     workloads = drawn(
@@ -244,7 +245,7 @@ def _explore(connection: Connection, job: Job, spec: Spec, target: Target) -> No
         first_seed=job.explore_seed,
         count=1_000_000,
     )
-    numbered = enumerate(workloads)
+    numbered: Iterator[tuple[int, Workload]] = enumerate(workloads)
     if job.only is not None:
         numbered = islice(numbered, job.only, job.only + 1)
     end = clock.monotonic() + job.explore
