@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvconform.compat.vllm_api import SupportsHMA
@@ -70,7 +71,19 @@ class Waits:
         return found
 
 
-class Winner(Waits, Plain):
+class Forgets:
+    """A mixin for connectors that store: they forget all when a load fails, be it a sibling's.
+
+    They have saved what it was to bring, and what was computed upon it until the engine heard of it.
+    """
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)  # type: ignore[misc]
+        if connector_output.invalid_block_ids:
+            self.reset_cache()  # type: ignore[attr-defined]
+
+
+class Winner(Waits, Forgets, Plain):
     """Stores everything and, as it is listed first, loads it."""
 
     kvconform_sibling = True
@@ -123,7 +136,7 @@ class Holder(_AnyGroups):
         return set(self._sending.poll()) or None, None
 
 
-class Fetcher(Waits, ReferenceConnector):
+class Fetcher(Waits, Forgets, ReferenceConnector):
     """Loads asynchronously, so its siblings see blocks that hold no KV yet for some steps.
 
     Like a transfer from another engine, it delivers KV only once, and does not keep what it has

@@ -510,3 +510,27 @@ def test_who_waits_for_itself_after_a_sibling_failed_is_starved_by_vllm(tmp_path
     found = outcome(mended(steps, "vllm", config=config), target_of("async"), SPEC, tmp_path)
     assert (found.error, found.failures, found.unknown) == (None, [], [])
     assert found.broken_guarantees == ["engine.retry-admitted"]
+
+
+def test_a_sibling_does_not_serve_what_this_connector_failed_to_load(tmp_path: Path) -> None:
+    """`save.confirmed` was wrongly reported: the sibling had saved it, before the engine heard."""
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 9, "max_tokens": 2, "skip_reading_prefix_cache": True}},
+        {"run": {}},
+        {"add": {"req": "b", "prompt": {"of": "a", "tokens": 4, "then": 5}, "max_tokens": 9}},
+        {"step": 2},
+        {"preempt": "b"},
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "d", "prompt": {"same": "b"}, "max_tokens": 1}},
+        {"step": 4},
+        {"preempt": "d"},
+        {"add": {"req": "e", "prompt": {"of": "d", "tokens": 8, "then": 2}, "max_tokens": 9}},
+        {"run": {}},
+    ]
+    config: Data = {"budget": 4, "max_seqs": 2, "prefix_caching": False, "num_blocks": 8}
+    config["multi"] = ["fetcher", "self"]
+    workload = mended(steps, scheduling="async", config=config)
+    found = outcome(workload, target_of("unreliable"), SPEC, tmp_path)
+    assert (found.error, found.failures, found.unknown) == (None, [], [])
+    assert {"load", "preemption"} <= set(found.reached)
