@@ -98,8 +98,8 @@ def _wrong_with(engine: Engine, request: Request, places: int) -> str | None:
         if len(set(blocks)) < len(blocks) or not held.isdisjoint(blocks):
             return f"holds a block twice: {table}"
         held.update(blocks)
-        is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-        if not is_loading and not group.holds_what_is_read(request.request_id, max(0, computed)):
+        runs_on = not is_finished and request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
+        if runs_on and not group.holds_what_is_read(request.request_id, max(0, computed)):
             return f"holds no block where its next token reads: {table}"
         if not is_finished and computed > len(table) * group.block_size:
             return f"{computed} computed tokens in {len(table)} blocks"

@@ -34,9 +34,9 @@ class KVManager:
             )
             for number, reach in enumerate(settings.groups)
         ]
-        full = [group.number for group in self.groups if group.reach.window is None]
-        # The group whose hit shows where prompts part.
-        self._first = full[0] if full else 0
+        # The groups whose hits show where prompts part: all with full attention, or those alike.
+        first = min(self.groups, key=lambda group: group.reach.window is not None)
+        self._first = [group.number for group in self.groups if group.reach == first.reach]
         self.empty_kv_cache_blocks = KVCacheBlocks(((),) * len(self.groups))
 
     def _blocks(self, blocks: tuple[list[KVCacheBlock], ...]) -> KVCacheBlocks:
@@ -53,7 +53,7 @@ class KVManager:
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
         """Return the longest prefix that is cached for all groups.
 
-        Returns (blocks, its tokens, tokens of a longer one that is cached for full attention or 0).
+        Returns (blocks, its tokens, tokens of a longer one that full attention has cached, or 0).
         Whole blocks only, without the last token: it must be computed for its logits.
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
@@ -62,7 +62,7 @@ class KVManager:
         longest = 0
         while True:
             hits = tuple([group.longest_hit(request.block_hashes, count) for group in self.groups])
-            longest = longest or len(hits[self._first])
+            longest = longest or min(len(hits[number]) for number in self._first)
             count = min(map(len, hits))
             if all(len(each) == count for each in hits):
                 apart = longest * self.block_size if longest > count else 0

@@ -9,11 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from kvconform.compat.vllm_api import later
 from kvconform.contract.situation import policies as known_policies
 from kvconform.refimpl.reach import Reach
+
+SPECS = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec}
+"""The kinds of KV cache groups that the reference engine supports."""
 
 
 class Settings:
@@ -112,8 +120,13 @@ def _unsupported(
     if runner not in ("v1", "v2"):
         yield f"runner {runner!r}"
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if any(isinstance(spec, MambaSpec) for spec in specs):
-        yield "recurrent layers"
+    for kind in {type(spec) for spec in specs} - SPECS:
+        yield f"KV cache groups of {kind.__name__}"
+    if any(
+        isinstance(spec, ChunkedLocalAttentionSpec) and spec.attention_chunk_size % spec.block_size
+        for spec in specs
+    ):
+        yield "chunks of local attention that are not whole blocks"
     if len({spec.block_size for spec in specs}) > 1:
         yield "KV cache groups with unlike block sizes"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:

@@ -162,7 +162,7 @@ class Config(Model):
         default=False,
         description="the last layer is the drafter's (MTP), whose number is num_hidden_layers",
     )
-    window: PositiveInt = Field(
+    window: Annotated[int, Field(ge=2)] = Field(
         default=8, description="tokens in a sliding window, or in a chunk of local attention"
     )
     stats: bool = Field(default=False, description="the engine keeps statistics (log_stats)")

@@ -182,7 +182,7 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
     """Return when the engine first lost track of a request, as a seq and a sentence, or None.
 
     Each bug has a mark of its own: a request that is miscounted has a block whose synchronous
-    load failed, one that is starved has a load that failed.
+    load failed, one that is starved has a load that failed, be it a sibling's.
     """
     failed: dict[Key, str] = {}  # the requests whose load failed
     unheard: dict[str, Mapping[str, Any]] = {}  # the failures of which the engine has not heard
@@ -211,8 +211,9 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
                 each.pop((e.get("on"), e["req"]), None)
         if kind == "lookup" and e.get("starved"):
             waiting[e.get("on"), e["req"]] = e["seq"], STARVED.format(req=e["req"])
-        elif kind in ("alloc", "req.finished"):
-            waiting.pop((e.get("on"), e["req"]), None)  # it was only late
+        elif kind in ("lookup", "alloc", "req.finished"):
+            # It was only late, or waits for something else.
+            waiting.pop((e.get("on"), e["req"]), None)
         elif kind == "run.end" and waiting and not e["quiesced"]:
             return min(waiting.values())
         if kind == "req.state" and not is_reference:

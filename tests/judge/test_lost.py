@@ -221,6 +221,8 @@ END = {"kind": "run.end", "quiesced": False}
         ([ASKED, {"kind": "alloc", "req": "b"}, END], None),  # it was only late
         ([ASKED, {**END, "quiesced": True}], None),
         ([{**ASKED, "starved": False}, END], None),
+        # The connector has not answered since.
+        ([ASKED, {**ASKED, "starved": False}, END], None),
     ],
 )
 def test_a_retry_that_is_never_admitted(events: list[dict[str, Any]], at: int | None) -> None:

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
+from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
@@ -121,7 +127,20 @@ def test_failed_blocks_of_several_groups_end_the_engine() -> None:
 @pytest.mark.parametrize(
     ("spec", "problem"),
     [
-        (MambaSpec(block_size=4, shapes=((4,),), dtypes=(torch.float32,)), "recurrent layers"),
+        (
+            MambaSpec(block_size=4, shapes=((4,),), dtypes=(torch.float32,)),
+            "KV cache groups of MambaSpec",
+        ),
+        (
+            ChunkedLocalAttentionSpec(
+                block_size=4,
+                num_kv_heads=1,
+                head_size=64,
+                dtype=torch.float32,
+                attention_chunk_size=6,
+            ),
+            "chunks of local attention that are not whole blocks",
+        ),
         (
             FullAttentionSpec(block_size=8, num_kv_heads=1, head_size=64, dtype=torch.float32),
             "KV cache groups with unlike block sizes",
@@ -134,6 +153,38 @@ def test_groups_that_are_not_supported_are_refused(spec: Any, problem: str) -> N
     cache = replace(cache, kv_cache_groups=groups)
     with pytest.raises(ValueError, match=f"does not support {problem}"):
         ReferenceScheduler(config, cache, None, block_size=4, async_scheduling=False)
+
+
+def test_where_prompts_part_is_where_all_full_attention_has_cached_them() -> None:
+    """The window there is kept in the prefix cache, so that a third such prompt finds it."""
+    found = []
+    for engine in ("reference", "vllm"):
+        made = rig(Setup(windows=(0, 0, 6), retention=0, connector=""), engine=engine)
+        prompt = tuple(range(30))
+        made.add(Ask("r0", prompt, 1))
+        made.run()
+        pool = made.s.kv_cache_manager.block_pool
+        ours = [block for block in pool.blocks if block.block_hash is not None]
+        last = [block for block in ours if get_group_id(block.block_hash) == 1][-1]
+        pool.evict_blocks({last.block_id})
+        request = made.add(Ask("r1", (*prompt[:28], *range(900, 910)), 1))
+        made.step()
+        found.append((request.shared_prefix_boundary, request.num_computed_tokens))
+    assert found == [(24, 38), (24, 38)]
+
+
+def test_a_failed_request_of_a_window_may_be_kept_until_it_is_sent() -> None:
+    """It has no blocks before what its load was granted, and needs none."""
+    ask = Ask("r0", tuple(range(24)), answers=((16, False),), send_steps=4)
+    made = rig(Setup(windows=(5,), failure="fail"), ask)
+    output, result = made.schedule()
+    table = made.s.kv_cache_manager.get_block_ids("r0")[0]
+    assert table[0] == 0 and result.kv_connector_output is not None
+    result.kv_connector_output.invalid_block_ids = {table[-1], *table[3:4]} - {0}
+    made.land(output, result)
+    assert made.requests["r0"].is_finished() and "r0" in made.s.requests
+    made.run()
+    assert not made.s.requests
 
 
 def test_what_is_not_supported_is_said() -> None:

@@ -31,6 +31,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvconform.compat import vllm_api
 from kvconform.compat.step import STOP_TOKEN, build_request
+from kvconform.refimpl.paging import NULL_BLOCK
 from kvconform.refimpl.scheduler import ReferenceScheduler
 
 NOT_SAMPLED = -7  # a draft that was not proposed: sampled tokens never equal it
@@ -657,9 +658,12 @@ class Rig:
             load.left -= 1
             if load.is_async and load.left > 0:
                 continue
-            # Of several groups, requests fail (R131). After failed blocks of a window, vLLM lacks
-            # the window before them (row 10).
-            if isinstance(load.failure, tuple) and self.setup.windows == (0,):
+            # Of several groups, requests fail (R131). To compute failed blocks of a window again,
+            # vLLM lacks the window before them (row 10).
+            by_block = self.setup.windows == (0,)
+            if len(self.setup.windows) == 1 and self.setup.failure == "fail":
+                by_block = NULL_BLOCK not in load.blocks
+            if isinstance(load.failure, tuple) and by_block:
                 report.invalid_block_ids |= {
                     load.blocks[i % len(load.blocks)] for i in load.failure
                 }

@@ -11,7 +11,10 @@ from kvconform.compat.vllm_api import AWAITING_INPUT
 from scheduler_rig import Ask, Rig, Setup
 
 STEPS_AFTER = 150
-WINDOWS = (*[(0,)] * 6, (5,), (-8,), (0, 6), (0, 9), (0, -8), (0, 5, 11), (5, 10), (0, 0, 6, -8))
+WINDOWS = (
+    *[(0,)] * 7,
+    *((5,), (-8,), (0, 6), (0, 9), (0, -8), (0, 5, 11), (5, 10), (0, 0, 6), (0, 0, 6, -8)),
+)
 """Those of the groups of a model; see `Setup.windows`."""
 
 
@@ -26,6 +29,7 @@ def setups(draw: Any) -> Setup:
             depth=draw(st.sampled_from([2, 3])),
             num_blocks=draw(st.sampled_from([8, 9, 12])),
             spec=spec,
+            windows=draw(st.sampled_from([(0,), (0,), (0,), (5,)])),
             role="kv_producer",
             policy=draw(st.sampled_from(["fcfs", "priority"])),
             delivery=False,

@@ -78,8 +78,9 @@ ELSEWHERE = ("hash-seed", "second-process")
 Message = dict[str, Any]
 """`run`, `seconds`, `failed` (requirements) and `error` (of the harness), about one run.
 
-For a random workload also `number` and `causes`. For the original also `lines` and `skipped`. Or `start`: why the connector did not start; or
-`undecided`: why there is no verdict; or `done`, with `left`: runs that the limit left out.
+For a random workload also `number` and `causes`. For the original also `lines` and `skipped`. Or
+`start`: why the connector did not start; or `undecided`: why there is no verdict; or `done`, with
+`left`: runs that the limit left out.
 """
 
 
