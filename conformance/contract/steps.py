@@ -628,6 +628,11 @@ class Damage(Model):
         description="of every file in the run's directory ({tmp} of extra_config), and of every"
         " value on a server that has a command for it; garbage has the length of the file",
     )
+    every: PositiveInt = Field(
+        default=1,
+        description="only one in so many files, in the order of their paths: the last of each; on a"
+        " server, all values",
+    )
     servers: Literal["stopped"] | None = None
     disk: Literal["full"] | None = Field(
         default=None,
@@ -639,6 +644,8 @@ class Damage(Model):
     def _one(self) -> Damage:
         if [self.files, self.servers, self.disk].count(None) != 2:
             raise ValueError("damage is one of `files`, `servers` and `disk`")
+        if self.every > 1 and self.files is None:
+            raise ValueError("damage: `every` is about `files`")
         return self
 
     @property

@@ -227,7 +227,8 @@ def damaged(dice: Dice, block: int) -> Scene:
     """Damage the files of a stored prompt between its lookup and its load, and ask once more."""
     length = dice.number(1, 4) * block + dice.pick([0, 1, 2])
     how = dice.pick(["removed", "truncated", "longer", "garbage"])
-    steps = [_add("a", length, 2), *DROP, {"damage": {"files": how}}]
+    every = {"every": 2} if dice.one_in(4) else {}
+    steps = [_add("a", length, 2), *DROP, {"damage": {"files": how, **every}}]
     steps.append(_add("b", {"same": "a"}, 3))
     if dice.one_in(2):
         steps.append(_add("c", {"of": "a", "then": dice.number(1, block)}, 2))

@@ -23,17 +23,17 @@ OTHER = ".kvconform-damaged"
 """Name of a damaged file before it takes the place of the sound one, whose name may be long."""
 
 
-def damage_files(folder: Path, how: str) -> int:
-    """Damage every regular file below `folder`; return how many were damaged.
+def damage_files(folder: Path, how: str, every: int = 1) -> int:
+    """Damage every regular file below `folder`, or one in `every`; return how many were damaged.
 
-    An empty file can only be removed.
+    Files are in the order of their paths. An empty file can only be removed.
     """
-    count = 0
     # A thread of the connector's may remove files and directories meanwhile.
-    for parent, _, names in sorted(os.walk(folder)):
-        for name in sorted(names):
-            with contextlib.suppress(FileNotFoundError):
-                count += _damage(Path(parent, name), how)
+    files = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    count = 0
+    for path in sorted(files)[every - 1 :: every]:
+        with contextlib.suppress(FileNotFoundError):
+            count += _damage(path, how)
     return count
 
 

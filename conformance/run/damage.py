@@ -48,7 +48,7 @@ class Damager:
             count = self._fill()
             lacks = NOTHING_TO_FILL
         elif damage.files is not None:
-            count = damage_files(self.folder, damage.files)
+            count = damage_files(self.folder, damage.files, damage.every)
             count += sum(servers.damage(damage.files) for servers in Servers.active)
             lacks = NOTHING_TO_DAMAGE
         else:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -14,6 +15,7 @@ from vllm.v1.request import Request
 from kvconform.refimpl.cache.chunks import open_store
 from kvconform.refimpl.connector import Finish, ReferenceConnector
 from kvconform.refimpl.faulty import Target, returns
+from kvconform.refimpl.keys import digest
 from kvconform.refimpl.plan import Load, Piece, Save
 from kvconform.refimpl.tracking import Tracked
 from kvconform.refimpl.variants.hybrid import HybridConnector, Part, Share
@@ -53,6 +55,56 @@ class AppendsToTables(HybridConnector):
     def _plan_saves(self, scheduler_output: Any) -> Iterator[Save]:
         scheduler_output.kv_connector_block_state = None
         yield from super()._plan_saves(scheduler_output)
+
+
+class KeysOfTheWindow(HybridConnector):
+    """Keys the KV of a window by the tokens in it, as if it did not rest on those before them.
+
+    It knows the tenant, and neither the adapter nor images.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._alone: dict[tuple[str, int], str] = {}
+        self._parts = [
+            part
+            if part.window is None
+            else _KeyedAlone(part.number, part.block_size, part.window, alone=self._alone)
+            for part in self._parts
+        ]
+
+    def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
+        found = super()._keys(request, keys, end)
+        chunk = self.options.chunk_tokens
+        for part in self._parts:
+            for number, key in enumerate(found if part.window is not None else ()):
+                last = (number + 1) * chunk
+                tokens = request.all_token_ids[max(0, last - (part.window or 0)) : last]
+                alone = digest(request.cache_salt or "", array("q", tokens).tobytes())
+                self._alone[key, part.number] = alone.hex()
+        return found
+
+
+@dataclass(frozen=True)
+class _KeyedAlone(Part):
+    """A group with a window, and the keys of its chunks by the keys of whole prefixes."""
+
+    alone: Mapping[tuple[str, int], str] = field(default_factory=dict)
+
+    def key(self, chunk: str) -> str:
+        return super().key(self.alone[chunk, self.number])
+
+
+class ForgivesLostWindows(HybridConnector):
+    """Takes a load for complete if only what is in a window is gone from its store."""
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        kept = [
+            piece
+            for piece in load.pieces
+            if self._store.has(piece.key) or not isinstance(piece, Share) or not piece.part.window
+        ]
+        super()._load(replace(load, pieces=tuple(kept)), layers)
 
 
 class SavesTheLastBlock(HybridConnector):

@@ -74,7 +74,7 @@ class Waits:
 class Forgets:
     """A mixin for connectors that store: they forget all when a load fails, be it a sibling's.
 
-    They have saved what it was to bring, and what was computed upon it until the engine heard of it.
+    They saved what it was to bring, and what was computed upon it until the engine heard of it.
     """
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

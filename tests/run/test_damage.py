@@ -51,7 +51,17 @@ def test_every_file_is_replaced(how: str, length: int | None, tmp_path: Path) ->
     assert not list(tmp_path.rglob("*.damaged"))
 
 
+def test_one_file_in_so_many_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for name in ("a/2", "a/1", "b", "c", "d"):
+        (tmp_path / name).write_bytes(CONTENT)
+    assert damage_files(tmp_path, "removed", every=2) == 2
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["1", "a", "b", "d"]
+
+
 def test_damage_is_of_one_kind() -> None:
+    with pytest.raises(ValidationError, match="`every` is about `files`"):
+        Damage.model_validate({"servers": "stopped", "every": 2})
     for wrong in (
         {},
         {"files": "removed", "servers": "stopped"},

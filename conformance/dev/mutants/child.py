@@ -48,8 +48,8 @@ class Job:
     - `seconds`: those of the original, by run.
     - `limit`: seconds of all runs together, after which no further one begins; None: no limit.
     - `excused`: `case requirement` that kills nothing. `skipped`: runs that judge nothing of the
-      original. `known`: causes that exploration may find. `only`: the one workload that is explored,
-      by its number, instead of as many as there is time for.
+      original. `known`: causes that exploration may find. `only`: the number of the workload to
+      explore, instead of as many as there is time for.
     - `files`: files of the subject's modules, by module.
     """
 
