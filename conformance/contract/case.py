@@ -526,10 +526,9 @@ class Case(Model):
                 "config: with several groups the first must be full, broad or wide, and none may be"
                 " latent"
             )
-        if len(groups) > 1 and self.engines != ["vllm"] and not EVEN.issuperset(groups):
-            raise ValueError(
-                f"config: groups other than {', '.join(sorted(EVEN))}: engines must be [vllm]"
-            )
+        others = sorted(set(groups) - EVEN)
+        if len(groups) > 1 and others and self.engines != ["vllm"]:
+            raise ValueError(f"config: groups: {others[0]}: engines must be [vllm]")
         if len(groups) > 1 and not LOADERS.isdisjoint(self.config.multi):
             raise ValueError("config: multi: winner, fetcher and failer know one group only")
         if len(groups) == 1 and groups[0] not in ("full", "latent", "sliding"):

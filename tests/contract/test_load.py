@@ -585,7 +585,12 @@ RESTARTED = [{"add": {"req": "a", "prompt": 9}}, {"run": {}}]
         ),
         ({"tensor_parallel": 2}, {"groups": ["full", "sliding"]}, ["vllm"], None),
         ({"tensor_parallel": 2}, {"groups": ["full", "sliding"]}, ["reference"], None),
-        ({"tensor_parallel": 2}, {"groups": ["full", "state"]}, ["reference"], "other than full"),
+        (
+            {"tensor_parallel": 2},
+            {"groups": ["full", "state"]},
+            ["reference"],
+            "groups: state: engines",
+        ),
         ({"tensor_parallel": 2}, {"groups": ["full", "wide"]}, ["vllm"], "half of the heads"),
         ({"pipeline_parallel": 2}, {"groups": ["full", "sliding"]}, ["vllm"], "one group"),
         ({}, {}, ["reference"], "say what the new engine has otherwise"),
