@@ -252,18 +252,17 @@ def _explore(connection: Connection, job: Job, spec: Spec, target: Target) -> No
     end = clock.monotonic() + job.explore
     known = set(job.known)
     for number, workload in numbered:
-        if clock.monotonic() > end and job.only is None:
+        if clock.monotonic() > end:
             return
         if not set(workload.data.get("relations", [])).isdisjoint(ELSEWHERE):
             continue  # it takes as long as many others
         start = clock.monotonic()
         with watchdog.case(EXPLORING, RUN_LIMIT):
             found = outcome(workload, target, spec, job.scratch / "explored")
-        causes = {str(each.key) for each in found.failures if not each.risk}
+        causes = {str(each.key) for each in found.failures if not each.risk} - known
         error = f"harness: {found.error}"
-        if found.error:
+        if found.error and error not in known:
             causes.add(error)
-        causes -= known
         seconds = round(clock.monotonic() - start, 3)
         failed = sorted({each.requirement for each in found.failures if str(each.key) in causes})
         message: Message = {

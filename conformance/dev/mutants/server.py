@@ -211,14 +211,19 @@ class Server:
         return made
 
     def _fails_without_it(self, made: Result) -> bool:
-        """Return whether the original, too, fails what killed a mutant, in the same run.
+        """Return whether the original, too, fails what killed a mutant.
 
-        It makes the run TRIES times more, once per run. What it fails is excused from then on.
+        What it fails is excused from then on.
         """
-        if made.outcome == "killed" and made.explored and self._workload is not None:
-            return self._explores_it_without_it(*self._workload)
-        if not made.killed_by_a_case:
-            return False
+        if self._workload is not None:
+            return self._fails_in_workload(*self._workload)
+        return made.killed_by_a_case and self._fails_in_run(made)
+
+    def _fails_in_run(self, made: Result) -> bool:
+        """Return whether the original fails in the run of a case what killed a mutant there.
+
+        It makes the run TRIES times more, once per run.
+        """
         run = self._runs[made.run]
         while self._tried[run.id] < TRIES:
             self._tried[run.id] += 1
@@ -229,9 +234,9 @@ class Server:
         excused = self._excused()
         return any(f"{run.variant.case.id} {each}" in excused for each in made.requirements)
 
-    def _explores_it_without_it(self, number: int, causes: Sequence[str]) -> bool:
+    def _fails_in_workload(self, number: int, causes: Sequence[str]) -> bool:
         """Return whether the original fails in a random workload what killed a mutant there."""
-        job = self._job(None, [], explore=1.0, only=number)
+        job = self._job(None, [], explore=SPARE, only=number)
         for message in self._messages(job, SPARE):
             self.original.found += message.get("causes", ())
         return set(causes) <= set(self.original.found)
