@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ pytest.importorskip(
 
 import program_rig
 from kvconform.adapters import mooncake_store_mock as mock
+from kvconform.live.served import free_port
 
 SETTINGS = Path(__file__).parents[1] / "rigs" / "mooncake_store_mock.toml"
 
@@ -72,9 +72,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
         yield in_files(tmp_path)
         return
     pytest.importorskip("mooncake.store", reason="Mooncake is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     program = Path(sys.executable).parent / "mooncake_master"
     with subprocess.Popen([program, "-rpc_port", str(port), "-metrics_port", "0"]) as master:
         try:

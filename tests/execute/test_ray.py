@@ -7,7 +7,6 @@ They are skipped where the package ray is missing.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from kvconform.execute import ray_crew
 from kvconform.execute.answers import Death
 from kvconform.execute.choice import Choice, executor
 from kvconform.execute.work import Calls
+from kvconform.live.served import free_port
 from pieces import Built, Piece, do
 from places import RIGS
 
@@ -94,9 +94,7 @@ def test_a_lost_node_costs_nothing_and_a_lost_process_its_piece(
 
 def test_a_cluster_is_reached_from_a_machine_outside_of_it() -> None:
     """By its address `ray://HOST:PORT`, whose server runs the pieces for its clients."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     cluster = Cluster(
         initialize_head=True, head_node_args={**SMALL, "ray_client_server_port": port}
     )
