@@ -90,6 +90,7 @@ def _wrong_with(engine: Engine, request: Request, places: int) -> str | None:
         return f"{request.status.name}, in {places} queues"
     if request.status != RequestStatus.RUNNING and request in engine.running:
         return f"in the running list as {request.status.name}"
+    runs_on = not is_finished and request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
     held: set[int] = set()
     for group in engine.kv_cache_manager.groups:
         table = group.ids(request.request_id)
@@ -98,8 +99,9 @@ def _wrong_with(engine: Engine, request: Request, places: int) -> str | None:
         if len(set(blocks)) < len(blocks) or not held.isdisjoint(blocks):
             return f"holds a block twice: {table}"
         held.update(blocks)
-        runs_on = not is_finished and request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
-        if runs_on and not group.holds_what_is_read(request.request_id, max(0, computed)):
+        # What loads or has ended may lack a window; full attention never lacks a block.
+        lacks = not group.holds_what_is_read(request.request_id, max(0, computed))
+        if lacks and (runs_on or group.reach.window is None):
             return f"holds no block where its next token reads: {table}"
         if not is_finished and computed > len(table) * group.block_size:
             return f"{computed} computed tokens in {len(table)} blocks"

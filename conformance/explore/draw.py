@@ -438,8 +438,8 @@ def _special(dice: Dice, theme: str, engine: str, block: int) -> Data:
         if {"sliding", "wide", "state"} & set(extra["groups"]):
             # The prefix cache keeps few of the windows and states, all of them, or one in so many.
             extra["retention_interval"] = dice.pick([0, 0, None, RETENTION])
-        is_vllm = engine == "vllm"
-        if dice.one_in(3) and len(extra["groups"]) > 1 and is_vllm and _has_fine_hashes():
+        may_be_fine = engine == "vllm" and len(extra["groups"]) > 1
+        if dice.one_in(3) and may_be_fine and _has_fine_hashes():
             extra["prefix_match_unit"] = block // 2
     elif theme == "ranks":
         pipeline = engine == "vllm" and dice.one_in(3)

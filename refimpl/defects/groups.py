@@ -77,9 +77,11 @@ class KeysOfTheWindow(HybridConnector):
         found = super()._keys(request, keys, end)
         chunk = self.options.chunk_tokens
         for part in self._parts:
-            for number, key in enumerate(found if part.window is not None else ()):
+            if part.window is None:
+                continue
+            for number, key in enumerate(found):
                 last = (number + 1) * chunk
-                tokens = request.all_token_ids[max(0, last - (part.window or 0)) : last]
+                tokens = request.all_token_ids[max(0, last - part.window) : last]
                 alone = digest(request.cache_salt or "", array("q", tokens).tobytes())
                 self._alone[key, part.number] = alone.hex()
         return found
