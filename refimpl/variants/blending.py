@@ -101,7 +101,8 @@ class Blending(ReferenceConnector):
     def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
         """Append the keys of the whole chunks within [0, end).
 
-        They still cover tenant, adapter and all images up to the end of the chunk.
+        They still cover tenant, adapter and all images up to the end of the chunk, and where its
+        own images are in it: a chunk within an image may be found at the image's beginning.
         """
         if self._is_quantised:
             return super()._keys(request, keys, end)
@@ -109,7 +110,9 @@ class Blending(ReferenceConnector):
         root = request_key(self._root, request)
         for start in range(len(keys) * chunk, end - chunk + 1, chunk):
             tokens = array("q", request.all_token_ids[start : start + chunk]).tobytes()
-            keys.append(digest(root, tokens, *chunk_extras(request, 0, start + chunk)).hex())
+            before = chunk_extras(request, 0, start)
+            inside = chunk_extras(request, start, start + chunk)
+            keys.append(digest(root, *before, tokens, *inside).hex())
         return keys
 
     def _claim(self, request: Request, found: int) -> int:

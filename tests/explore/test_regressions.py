@@ -534,3 +534,18 @@ def test_a_sibling_does_not_serve_what_this_connector_failed_to_load(tmp_path: P
     found = outcome(workload, target_of("unreliable"), SPEC, tmp_path)
     assert (found.error, found.failures, found.unknown) == (None, [], [])
     assert {"load", "preemption"} <= set(found.reached)
+
+
+def test_a_chunk_within_an_image_is_not_found_at_its_beginning(tmp_path: Path) -> None:
+    """`blending` loaded the KV of an image for the text that stands before the same image."""
+    image: Data = {"at": 3, "length": 5, "id": "cat"}
+    shifted = {"parts": [{"of": "a", "from": 4, "tokens": 4}], "then": 4}
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 12, "max_tokens": 1, "mm": [image]}},
+        {"run": {}},
+        {"add": {"req": "b", "prompt": shifted, "max_tokens": 1, "mm": [image]}},
+        {"run": {}},
+    ]
+    workload = mended(steps, config={"prefix_caching": False})
+    found = outcome(workload, target_of("blending"), SPEC, tmp_path)
+    assert (found.error, found.failures, found.unknown) == (None, [], [])
