@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvconform.refimpl.keys import digest
+from kvconform.refimpl.keys import chunk_extras, digest, request_key
 from kvconform.refimpl.plan import Save
 from kvconform.refimpl.variants.blending import CONTEXT, Blending, PlacedPiece
 
@@ -63,6 +63,19 @@ class RecomputesNothing(Blending):
 
     def _first_reused(self, request: Any, found: int) -> int | None:
         return None
+
+
+class PlacesImagesInPrompts(Blending):
+    """Says in a chunk's key where its images are in the prompt, not where they are in the chunk."""
+
+    def _keys(self, request: Any, keys: list[str], end: int) -> Sequence[str]:
+        chunk = self.options.chunk_tokens
+        root = request_key(self._root, request)
+        for start in range(len(keys) * chunk, end - chunk + 1, chunk):
+            tokens = array("q", request.all_token_ids[start : start + chunk]).tobytes()
+            extras = chunk_extras(request, 0, start + chunk)
+            keys.append(digest(root, tokens, *extras).hex())
+        return keys
 
 
 class BlendsTenants(Blending):

@@ -26,7 +26,12 @@ CASES = (
     "speculation.mixed",
 )
 MATTERS = {  # what is only different elsewhere
-    "blending": ("identity.blended", "identity.blended-in-step", "identity.same-middle"),
+    "blending": (
+        "identity.blended",
+        "identity.blended-in-step",
+        "identity.blended-image",
+        "identity.same-middle",
+    ),
     "blending-layerwise": ("identity.blended-in-step",),
     "buffered": ("cache.prefetched",),
     "buffered-async": ("cache.prefetched",),
