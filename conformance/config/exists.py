@@ -41,16 +41,16 @@ def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None
             f"an entry of the catalogue is named on the command line (kvconform run {connector});"
             " a settings file names a class"
         )
-    if not _CONNECTOR.fullmatch(connector):
+    hint = _hint_at_file(connector)
+    if hint or not _CONNECTOR.fullmatch(connector):
         module, _, name = connector.rpartition(".")
-        looks_like_a_class = name[:1].isupper()
-        if not module or ":" in connector:
-            hint = ""
-        elif looks_like_a_class:
-            hint = f"; did you mean {module}:{name}?"
-        else:
-            hint = _hint_at_classes(connector, pythonpath)
-            hint = hint or f"; if {connector} is the module, add its class: {connector}:MyConnector"
+        if not hint and module and ":" not in connector:
+            hint = (
+                f"; did you mean {module}:{name}?"
+                if name[:1].isupper()
+                else _hint_at_classes(connector, pythonpath)
+                or f"; if {connector} is the module, add its class: {connector}:MyConnector"
+            )
         raise UsageError(
             f"{connector!r} does not name a connector: "
             f"write package.module:Class, or a name that vLLM knows{hint}"
@@ -84,8 +84,25 @@ def _check_package(symbol: str, pythonpath: Sequence[str]) -> None:
         )
     raise UsageError(
         f"there is no package {package!r} on this Python's path: "
-        f"install it into {sys.prefix}, or give --pythonpath DIR"
+        f"install it into {sys.prefix}, or give --pythonpath {_folder_of(package) or 'DIR'}"
     )
+
+
+def _folder_of(package: str) -> Path | None:
+    """Return the folder, one level below the current one, that has such a module or package."""
+    here = Path.cwd()
+    found = sorted([*here.glob(f"*/{package}.py"), *here.glob(f"*/{package}/__init__.py")])
+    return here / found[0].relative_to(here).parts[0] if found else None
+
+
+def _hint_at_file(connector: str) -> str:
+    """Return how to name a class that was given as file.py:Class, or "" if there is no file."""
+    source, _, name = connector.partition(":")
+    file = Path(source)
+    if file.suffix != ".py" or not file.stem.isidentifier() or not file.is_file():
+        return ""
+    inside = "" if str(file.parent) == "." else f" with --pythonpath {file.parent}"
+    return f"; did you mean {file.stem}:{name or 'MyConnector'}{inside}?"
 
 
 def check_connector_exists(

@@ -74,11 +74,11 @@ class PartsPrompt(Model):
     then: Natural = 0
 
 
-def _prompt_form(value: Any) -> str:
-    for form, kind in (("same", SamePrompt), ("parts", PartsPrompt)):
+def _prompt_form(value: Any) -> str | None:
+    for form, kind in (("same", SamePrompt), ("parts", PartsPrompt), ("of", OfPrompt)):
         if isinstance(value, kind) or (isinstance(value, dict) and form in value):
             return form
-    return "of" if isinstance(value, (OfPrompt, dict)) else "length"
+    return None if isinstance(value, dict | list) else "length"
 
 
 Prompt = Annotated[
@@ -86,7 +86,11 @@ Prompt = Annotated[
     | Annotated[SamePrompt, Tag("same")]
     | Annotated[OfPrompt, Tag("of")]
     | Annotated[PartsPrompt, Tag("parts")],
-    Discriminator(_prompt_form),
+    Discriminator(
+        _prompt_form,
+        custom_error_type="prompt_form",
+        custom_error_message="must be a number of tokens, or a map with same, of or parts",
+    ),
 ]
 
 

@@ -295,8 +295,7 @@ class _Progress:
 
     def print(self, campaign: Campaign) -> None:
         """Show what has been run until now."""
-        speed = campaign.runs / max(campaign.seconds, 1e-9)
-        text = f"{campaign.runs}/{self.count} workloads, {speed:.0f} per second"
+        text = f"{campaign.runs}/{self.count} workloads, {result.pace(campaign)}"
         failures = many(len(campaign.found), "failure")
         self._bar.update(self._task, completed=campaign.runs, now=f"{text}, {failures}")
         if time.monotonic() - self._shown > REFRESH:

@@ -32,6 +32,12 @@ SHOWN = 5
 """Errors of the harness that are printed."""
 
 
+def pace(campaign: Campaign) -> str:
+    """Return how many workloads a campaign has run per second, or per minute if they are few."""
+    speed = campaign.runs / max(campaign.seconds, 1e-9)
+    return f"{speed:.0f} per second" if speed >= 1 else f"{60 * speed:.0f} per minute"
+
+
 def announce(console: Console, found: Found) -> None:
     """Print a failure when it is found, before it is shrunk."""
     risk = "risk: " if found.failure.risk else ""
@@ -52,10 +58,7 @@ def show(console: Console, campaign: Campaign, deaths: int, *, verbose: bool) ->
     for found in campaign.by_frequency():
         _failure(console, found)
     console.print()
-    speed = campaign.runs / max(campaign.seconds, 1e-9)
-    counts = (
-        f"{many(campaign.runs, 'workload')} in {campaign.seconds:.0f} s ({speed:.0f} per second)"
-    )
+    counts = f"{many(campaign.runs, 'workload')} in {campaign.seconds:.0f} s ({pace(campaign)})"
     if not campaign.runs:
         counts = many(0, "workload")
     for line in wrapped(f"{counts}: {verdict(campaign)}", console.width):

@@ -396,8 +396,10 @@ def _bound(e: Event) -> str:
 
 
 def _plan(e: Event) -> str:
+    last = e["end"] - 1
+    where = f"positions {e['start']}-{last}" if last >= e["start"] else "no position"
     return (
-        f"the connector plans to {e['op']} positions {e['start']}-{e['end'] - 1} of {e['req']}"
+        f"the connector plans to {e['op']} {where} of {e['req']}"
         f" ({e['timing'].replace('_', ' ')}) with {many(e['computed'], 'token')} computed,"
         f" {e['scheduled']} scheduled, {e['placeholders']} placeholders and {e['known']} known"
     )

@@ -207,6 +207,29 @@ class TestEnvironment:
             check_connector_name(connector)
         assert sentence in error.value.message
 
+    @pytest.mark.parametrize(
+        ("connector", "sentence"),
+        [
+            ("mine.py:Conn", "did you mean mine:Conn?"),
+            ("below/theirs.py:Conn", "did you mean theirs:Conn with --pythonpath below?"),
+            ("below/theirs.py", "did you mean theirs:MyConnector with --pythonpath below?"),
+            ("theirs:Conn", "or give --pythonpath {here}/below"),
+            ("none.py:Conn", "there is no package 'none'"),
+        ],
+    )
+    def test_files_that_lie_here(
+        self, connector: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from kvconform.config.exists import check_connector_name
+
+        (tmp_path / "below").mkdir()
+        for file in ("mine.py", "below/theirs.py"):
+            (tmp_path / file).touch()
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(UsageError) as error:
+            check_connector_name(connector)
+        assert sentence.format(here=tmp_path) in error.value.message
+
     def test_pythonpath(self, tmp_path: Path) -> None:
         from kvconform.config.exists import check_connector_name
 

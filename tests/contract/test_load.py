@@ -311,6 +311,13 @@ def test_a_misspelt_field_is_not_said_to_be_missing_too(tmp_path: Path) -> None:
     assert found.endswith("prompt is missing")
 
 
+@pytest.mark.parametrize("prompt", ["{like: a, tokens: 4}", "[4, 5]", "{}"])
+def test_an_unknown_form_of_a_prompt_is_one_sentence(tmp_path: Path, prompt: str) -> None:
+    [found] = problems(write(tmp_path, case=CASE.replace("prompt: 13", f"prompt: {prompt}")))
+    sentence = "prompt must be a number of tokens, or a map with same, of or parts"
+    assert found.endswith(f": step 1 (add): {sentence}")
+
+
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     found = problems(
         write(
