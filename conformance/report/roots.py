@@ -67,6 +67,8 @@ OUTSIDE = "load.errors-within-grant"
 ASTRAY, MISSING = "load.only-grant", "load.complete-or-failed"
 MOVING = (Stage.SAVE, Stage.LOAD)
 """Stages in which a connector copies KV."""
+WRONG = (Stage.HIT, *MOVING, Stage.SAVE_UPON_LOAD, Stage.CACHE, Stage.TOKENS)
+"""Stages of failures that give wrong KV, or show it."""
 
 MORE = 4
 """A root cause that fails in this many times as many runs is shown before those of earlier stages.
@@ -212,13 +214,17 @@ def _magnitude(root: Root, found: Sequence[Root]) -> int:
     """Return in how many runs a root cause fails, as `Root.magnitude` has it.
 
     Wrong KV counts for at least as many runs as missing KV does: what goes wrong with a save also
-    loses what it saves, and says more about it.
+    loses what it saves, and says more about it. It also counts for as many as failures of form, as
+    threads that are left behind: these harm nobody's answers.
     """
-    if stage(root.row) not in MOVING:
+    here = stage(root.row)
+    if here not in WRONG and root.row.requirement not in CLAIMS:
         return root.magnitude
+    lighter = (Stage.ANNOUNCED, Stage.FORM) if here in MOVING else (Stage.FORM,)
     alike = [other for other in found if other.weight == root.weight]
-    missing = [other.magnitude for other in alike if stage(other.row) is Stage.ANNOUNCED]
-    return max([root.magnitude, *missing])
+    return max(
+        [root.magnitude, *(each.magnitude for each in alike if stage(each.row) in lighter)]
+    )
 
 
 def _rank(row: Row) -> tuple[Stage, bool]:

@@ -519,6 +519,13 @@ def test_wrong_kv_comes_before_missing_kv_however_often_that_fails() -> None:
     assert order == [wrong[0], missing[0], crash[0]]
 
 
+@pytest.mark.parametrize("requirement", ["load.position", "identity.content", "lookup.identity"])
+def test_wrong_kv_comes_before_threads_however_often_these_are_left(requirement: str) -> None:
+    threads = [row("lifecycle.threads-end", f"left-{number}") for number in range(79)]
+    wrong = [row(requirement, f"wrong-{number}") for number in range(2)]
+    assert roots([*threads, *wrong])[0].row.requirement == requirement
+
+
 def test_metadata_that_holds_the_block_state_does_not_pickle_for_that_reason() -> None:
     held = row("meta.block-state-dropped", event=4)
     unpicklable = row("meta.picklable", event=4)
