@@ -44,13 +44,14 @@ class Capability:
     kind: tuple[Any, str]
     doc: str
 
-    def check(self, name: str, value: Any) -> None:
-        """Raise UsageError unless `value` is of the declared type. Nothing is converted."""
-        kind, words = self.kind
+    def takes(self, value: Any) -> bool:
+        """Return whether `value` is of the declared type. Nothing is converted."""
+        kind, _ = self.kind
         try:
             TypeAdapter(kind).validate_python(value, strict=True)
         except ValidationError:
-            raise UsageError(f"capability {name} is {value!r}; it must be {words}") from None
+            return False
+        return True
 
 
 CAPABILITIES: dict[str, Capability] = {
@@ -190,7 +191,7 @@ CAPABILITIES: dict[str, Capability] = {
 def complete(declared: dict[str, Any]) -> dict[str, Any]:
     """Return all capabilities: the declared values, and the defaults of the others.
 
-    UsageError for an unknown name or a value of the wrong type.
+    UsageError for unknown names, or else for all values of the wrong type.
     """
     if unknown := [name for name in declared if name not in CAPABILITIES]:
         hints = {name: did_you_mean(name, CAPABILITIES, 1) for name in unknown}
@@ -199,8 +200,13 @@ def complete(declared: dict[str, Any]) -> dict[str, Any]:
             raise UsageError(f"unknown capability {unknown[0]!r}{hints[unknown[0]]}{known}")
         named = [f"{name!r}" + re.sub("; (.*)", r" (\1)", hint) for name, hint in hints.items()]
         raise UsageError(f"unknown capabilities: {', '.join(named)}{known}")
-    for name, value in declared.items():
-        CAPABILITIES[name].check(name, value)
+    wrong = [
+        f"capability {name} is {value!r}; it must be {CAPABILITIES[name].kind[1]}"
+        for name, value in declared.items()
+        if not CAPABILITIES[name].takes(value)
+    ]
+    if wrong:
+        raise UsageError("\n".join(wrong))
     operations = declared.get("controller", ())
     if operations and "lookup" not in operations:
         raise UsageError(

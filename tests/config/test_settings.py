@@ -92,6 +92,11 @@ def test_expected_failures(tmp_path: Path) -> None:
             "[capabilities]\nzzz = true\nhmma = true",
             "unknown capabilities: 'zzz', 'hmma' (did you mean hma?); known are ",
         ),
+        (
+            "[capabilities]\nstore = 1\nhma = true\nchunk_tokens = 'four'",
+            "capability store is 1; it must be true or false\n"
+            "capability chunk_tokens is 'four'; it must be a whole number",
+        ),
         ("conector = 'a:B'", "unknown setting 'conector'; did you mean 'connector'?"),
         (
             "engine = 'fast'",
