@@ -29,7 +29,8 @@ transfer ends the engine.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from kvconform.contract.events import SIZED
@@ -178,8 +179,26 @@ def _fill(slots: Slots, key: Key, slot: int) -> None:
             del slots[key]
 
 
-def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
-    """Return when the engine first lost track of a request, as a seq and a sentence, or None.
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The engine lost track of a request.
+
+    `seq` is when it shows, `why` says it in a sentence. `who` is the request; None if what the
+    engine lost is not one of a request.
+    """
+
+    seq: int
+    why: str
+    who: Who | None
+
+
+def lost(trace: Iterable[Mapping[str, Any]]) -> Loss | None:
+    """Return the first loss that shows, or None."""
+    return next(losses(trace), None)
+
+
+def losses(trace: Iterable[Mapping[str, Any]]) -> Iterator[Loss]:
+    """Yield when the engine loses track of requests, as it shows. A request may come repeatedly.
 
     Each bug has a mark of its own: a request that is miscounted has a block whose synchronous
     load failed, one that is starved has a load that failed, be it a sibling's.
@@ -194,7 +213,7 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
     most: dict[Who, int] = {}  # where they have to go on at the latest
     is_reference = False  # that engine loses no request
     finished: dict[tuple[str | None, str, int], int] = {}  # (engine, request, generation) -> step
-    waiting: dict[Who, tuple[int, str]] = {}  # starved requests
+    waiting: dict[Who, int] = {}  # starved requests, and when they were looked up
     known: Counter[Who] = Counter()  # the tokens of requests
     for e in trace:
         kind = e["kind"]
@@ -210,19 +229,21 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             for each in (tables, rows, most):
                 each.pop((e.get("on"), e["req"]), None)
         if kind == "lookup" and e.get("starved"):
-            waiting[e.get("on"), e["req"]] = e["seq"], STARVED.format(req=e["req"])
+            waiting[e.get("on"), e["req"]] = e["seq"]
         elif kind in ("lookup", "alloc", "req.finished"):
             # It was only late, or waits for something else.
             waiting.pop((e.get("on"), e["req"]), None)
         elif kind == "run.end" and waiting and not e["quiesced"]:
-            return min(waiting.values())
+            for starved, seq in sorted(waiting.items(), key=lambda item: item[1]):
+                yield Loss(seq, STARVED.format(req=starved[1]), starved)
         if kind == "req.state" and not is_reference:
             text = _misplaced(e, known)
             if text is not None:
-                return e["seq"], text.format(req=e["req"])
+                yield _loss(e, text)
         if kind == "relay.broken":
             guarantee = f"engine.relays-{e['way']}"
-            return e["seq"], RELAYED.format(what=", ".join(e["what"]), guarantee=guarantee)
+            why = RELAYED.format(what=", ".join(e["what"]), guarantee=guarantee)
+            yield Loss(e["seq"], why, None)
         if kind == "sample":
             known[e.get("on"), e["req"]] += 1
         if kind == "req.scheduled":
@@ -231,11 +252,11 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             tables[key] = e["table"]
             rows[key].append((e["step"], e["output_computed"]))
             if e["output_computed"] > most.pop(key, e["output_computed"]):
-                return e["seq"], MISCOUNTED.format(req=e["req"])
+                yield _loss(e, MISCOUNTED)
         if kind in ("req.finished", "sample"):
             who = e.get("on"), e["req"], e["generation"]
             if e["step"] > finished.get(who, e["step"]):
-                return e["seq"], OVERRUN.format(req=e["req"])
+                yield _loss(e, OVERRUN)
             if kind == "req.finished":
                 finished[who] = e["step"]
         elif kind == "transfer.failed":
@@ -246,15 +267,18 @@ def lost(trace: Iterable[Mapping[str, Any]]) -> tuple[int, str] | None:
             held = tables.get((e.get("on"), e["req"]), [])
             touched = any((e.get("on"), block) in failed for block in held)
             if touched and 0 < e["placeholders"] != e["computed"] - e["known"] + 1:
-                return e["seq"], MISCOUNTED.format(req=e["req"])
+                yield _loss(e, MISCOUNTED)
         elif failed and kind == "alloc" and e.get("unfilled"):
-            return e["seq"], SERVED.format(req=e["req"])
+            yield _loss(e, SERVED)
         elif failed and kind == "req.scheduled" and e.get("unfilled"):
             # A step that was scheduled before the failure arrived is dropped when it does.
             sources = (failed.get((e.get("on"), block)) for block in e["unfilled"])
             if any(req not in unheard for req in sources):
-                return e["seq"], READ.format(req=e["req"])
-    return None
+                yield _loss(e, READ)
+
+
+def _loss(e: Mapping[str, Any], why: str) -> Loss:
+    return Loss(e["seq"], why.format(req=e["req"]), (e.get("on"), e["req"]))
 
 
 def _misplaced(e: Mapping[str, Any], known: Mapping[Who, int]) -> str | None:

@@ -15,7 +15,7 @@ from kvconform.contract.events import ENGINE_FIELD
 from kvconform.contract.requirement import Requirement
 from kvconform.contract.situation import situations
 from kvconform.contract.trace import Event, settings_on
-from kvconform.judge.engine_bugs import lost
+from kvconform.judge.engine_bugs import losses, lost
 from kvconform.judge.evaluate import evaluate
 from kvconform.judge.monitor import Monitor, Violation
 from kvconform.judge.records import MUST, Row, Verdict
@@ -120,6 +120,11 @@ CLAIMS = ("lookup.truth", "lookup.identity", "lookup.last-token")
 """Requirements on what a lookup claims: the engine believes it, and takes the request on by it."""
 UNTOUCHED = ("meta.output-untouched", "hook.arguments-untouched")
 """Requirements that explain what the engine does with objects that the connector changed."""
+GIVEN = (
+    *("lookup.truth", "lookup.identity"),
+    *("identity.", "layout.", "load.content", "load.position"),
+)
+"""Requirements on the KV that a request is given: on what lookups claim, and loads bring."""
 MISLEADING = (*UNTOUCHED, "load.errors-within-grant")
 """Requirements that explain what the engine does from then on.
 
@@ -154,7 +159,8 @@ def judge(
     earlier. A violation of a guarantee is also explained by an earlier change of the same engine's
     objects, by an earlier report of blocks as failed that no load was to fill, or by a wrong claim
     of a lookup of its request: the engine goes on with these. What follows after the engine lost
-    track of a request (kvconform.judge.engine_bugs) is UNSUPPORTED. SHOULD and MAY get the same
+    track of a request (kvconform.judge.engine_bugs) is UNSUPPORTED, unless it is about what a
+    request of another tenant is given. SHOULD and MAY get the same
     verdicts, and so do requirements in a situation that no vLLM brings about (`beyond`), but these
     count (`gating`) only with `strict`. A guarantee never counts.
     """
@@ -188,47 +194,91 @@ def judge(
         else:
             watched.append((req, row))
     if watched:
-        blame = _judge_watched(watched, runs, caps)
-        _excuse(watched, runs, blame)
+        found, blame = _judge_watched(watched, runs, caps)
+        _excuse(watched, runs, found, blame)
     return rows
 
 
 def _excuse(
-    watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike], blame: _Blame
+    watched: list[tuple[Requirement, Row]],
+    runs: Mapping[str, RunLike],
+    found: Mapping[str, Monitor],
+    blame: _Blame,
 ) -> None:
     """Take back failures that were detected after the engine lost track of a request.
 
     An obligation that was open then may be one that the engine gave no more chance to meet. This
-    also concerns comparisons with such a run. Guarantees keep their verdicts, but what is taken
-    back did not mislead the engine. An engine whose objects the connector had changed before is no
-    excuse. Changes the rows.
+    also concerns comparisons with such a run. What a request is given is no such obligation if it
+    can have nothing of those that were lost (`_Strangers`). Guarantees keep their verdicts, but
+    what is taken back did not mislead the engine. An engine whose objects the connector had changed
+    before is no excuse. Changes the rows.
     """
     bad = (Verdict.FAIL, Verdict.BLOCKED)
     if not any([row.verdict in bad and req.kind != "guarantee" for req, row in watched]):
         return
-    since = {name: found for name, run in runs.items() if (found := lost(run.trace)) is not None}
-    if "connector" in since and blame.changed_before(since["connector"][0]):
+    since = {name: loss for name, run in runs.items() if (loss := lost(run.trace)) is not None}
+    if "connector" in since and blame.changed_before(since["connector"].seq):
         del since["connector"]
     if not since:
         return
+    strangers = _Strangers(runs["connector"].trace)
     excused: set[str] = set()
+    kept: list[Row] = []
     for req, row in watched:
         if req.kind == "guarantee" or row.verdict not in bad:
             continue
         names = ["connector"] if req.relate is None else req.relate.runs
-        here = next((since[name] for name in names if name in since), None)
-        if here is None:
+        loss = next((since[name] for name in names if name in since), None)
+        if loss is None:
             continue
-        seq, why = here
-        if req.relate is not None or row.event is None or blame.detected[req.id] >= seq:
-            row.verdict = Verdict.UNSUPPORTED
-            row.message = f"not judged: {why}"
-            row.check = None
-            row.blocked_by = None
-            excused.add(req.id)
+        about_all = req.relate is not None or row.event is None
+        if not about_all and blame.detected[req.id] < loss.seq:
+            continue
+        if not about_all and req.id.startswith(GIVEN):
+            violation = next(filter(strangers.are_in, found[req.id].violations), None)
+            if violation is not None:
+                blame.settle_on(req, row, violation)
+                kept.append(row)
+                continue
+        row.verdict = Verdict.UNSUPPORTED
+        row.message = f"not judged: {loss.why}"
+        row.check = None
+        row.blocked_by = None
+        excused.add(req.id)
+    for row in kept:
+        if row.blocked_by in excused:
+            row.verdict, row.blocked_by = Verdict.FAIL, None
     for req, row in watched:
         if req.kind == "guarantee" and row.blocked_by in excused.intersection(MISLEADING):
             row.verdict, row.blocked_by = Verdict.FAIL, None
+
+
+class _Strangers:
+    """The requests of a run that can have nothing of those that the engine lost track of.
+
+    They have another cache salt or another adapter, so that neither vLLM nor a connector may give
+    them any of the KV that came of the loss.
+    """
+
+    def __init__(self, trace: Sequence[Event]) -> None:
+        self._identities: dict[tuple[str | None, str | None], set[tuple[Any, ...]]] = {}
+        for event in trace:
+            if event["kind"] == "request.identity":
+                adapter = event["adapter"]
+                named = None if adapter is None else (adapter["name"], adapter["path"])
+                who = event.get(ENGINE_FIELD), event["req"]
+                self._identities.setdefault(who, set()).add((event["salt"], named))
+        self._lost = [loss.who for loss in losses(trace)]
+
+    def are_in(self, violation: Violation) -> bool:
+        """Return whether a violation is about such a request."""
+        if violation.req is None or None in self._lost:
+            return False
+        own = self._of((violation.engine, violation.req))
+        return all(own.isdisjoint(self._of(who)) for who in self._lost if who is not None)
+
+    def _of(self, who: tuple[str | None, str]) -> set[tuple[Any, ...]]:
+        return self._identities.get(who, {(None, None)})
 
 
 def new_row(
@@ -305,10 +355,10 @@ def _crash_time(trace: Sequence[Event]) -> int | None:
 
 def _judge_watched(
     watched: list[tuple[Requirement, Row]], runs: Mapping[str, RunLike], caps: Mapping[str, Any]
-) -> _Blame:
-    """Fill in the rows of the requirements that this run can be judged by, and return the blame.
+) -> tuple[dict[str, Monitor], _Blame]:
+    """Fill in the rows of the requirements that this run can be judged by.
 
-    Changes the rows.
+    Returns the monitors and the blame. Changes the rows.
     """
     trace = runs["connector"].trace
     cfg = trace[0] if trace and trace[0]["kind"] == "run.start" else {}
@@ -335,7 +385,7 @@ def _judge_watched(
             blame.settle_again(req, row, found[req.id])
     for req, row in watched:
         _fill(row, req, found[req.id], crash, blame)
-    return blame
+    return found, blame
 
 
 class _Blame:
@@ -376,11 +426,13 @@ class _Blame:
                     key = violation.engine, req.id
                     self.misled[key] = min(violation.seq, self.misled.get(key, violation.seq))
         self.detected[req.id] = first.seq
-        row.step = first.step
-        row.req = first.req
-        row.event = first.event
-        row.message = first.message
-        row.check = first.check
+        _tell(row, first)
+
+    def settle_on(self, req: Requirement, row: Row, violation: Violation) -> None:
+        """Set FAIL, or BLOCKED, with this violation. Changes the row."""
+        row.blocked_by = self.explanation(req, violation)
+        row.verdict = Verdict.FAIL if row.blocked_by is None else Verdict.BLOCKED
+        _tell(row, violation)
 
     def settle_again(self, req: Requirement, row: Row, monitor: Monitor) -> None:
         """Set BLOCKED if wrong claims of lookups, which are all known now, explain a guarantee.
@@ -432,6 +484,15 @@ class _Blame:
         """
         raised = [failure for failure in self.failures if failure[1] == RAISES]
         return max(raised)[1] if raised else min(self.failures, default=(0, CRASH))[1]
+
+
+def _tell(row: Row, violation: Violation) -> None:
+    """Fill in what a violation is about. Changes the row."""
+    row.step = violation.step
+    row.req = violation.req
+    row.event = violation.event
+    row.message = violation.message
+    row.check = violation.check
 
 
 def _fill(row: Row, req: Requirement, monitor: Monitor, crash: int | None, blame: _Blame) -> None:

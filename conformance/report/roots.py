@@ -36,6 +36,10 @@ HALVES, SWAPPED = "layout.halves", "head_swapped"
 """The requirement on loads of other heads or of other ranks' KV, and what such a load shows."""
 CONTENT = "identity.content"
 """The requirement on loads of KV of others."""
+TENANTS = frozenset({"salt", "adapter"})
+"""What the engine never confuses, whatever else it loses."""
+KEEP_APART = ("engine.entry-", "engine.hash-")
+"""Guarantees by which the engine tells requests apart."""
 FORMAL = ("meta.picklable", "hook.arguments-untouched")
 """Requirements on objects that are passed on: no wrong KV comes of them.
 
@@ -222,9 +226,7 @@ def _magnitude(root: Root, found: Sequence[Root]) -> int:
         return root.magnitude
     lighter = (Stage.ANNOUNCED, Stage.FORM) if here in MOVING else (Stage.FORM,)
     alike = [other for other in found if other.weight == root.weight]
-    return max(
-        [root.magnitude, *(each.magnitude for each in alike if stage(each.row) in lighter)]
-    )
+    return max([root.magnitude, *(each.magnitude for each in alike if stage(each.row) in lighter)])
 
 
 def _rank(row: Row) -> tuple[Stage, bool]:
@@ -567,6 +569,9 @@ def _explains(one: Sequence[Row], group: Sequence[Row]) -> set[str]:
     """Return the runs in which failures of one kind can explain a group."""
     first = one[0]
     if first.requirement in (group[0].requirement, *FORMAL):
+        return set()
+    mixed = all(not TENANTS.isdisjoint(row.differs) for row in group)
+    if mixed and first.kind == "guarantee" and not first.requirement.startswith(KEEP_APART):
         return set()
     here = stage(first)
     there = stage(group[0])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvconform.config.target import Target
+from kvconform.contract.case import Case
 from kvconform.contract.loader import load_spec
 from kvconform.contract.trace import Trace
 from kvconform.judge.engine_bugs import lost, note_unfilled
@@ -71,7 +72,7 @@ def row(start: int, tokens: int) -> dict[str, Any]:
 def test_tokens_in_flight_that_are_not_taken_back(event: dict[str, Any], at: int | None) -> None:
     ran = row(0, 12)
     found = lost(numbered(ran, FAILED, event))
-    assert (None if found is None else found[0] - 1) == at
+    assert (None if found is None else found.seq - 1) == at
     assert lost(numbered(ran, {**FAILED, "is_async": True}, event)) is None
     assert lost(numbered(ran, event, FAILED)) is None
     assert lost(numbered(ran, {**FAILED, "blocks": [9]}, event)) is None  # another request's load
@@ -168,7 +169,7 @@ def test_a_step_that_was_scheduled_before_the_failure_arrived_is_no_bug() -> Non
     reader = {**row(8, 4), "unfilled": [5]}
     assert lost(numbered(START, FAILED, reader, rollback(0, 0, 13))) is None
     found = lost(numbered(START, FAILED, rollback(0, 0, 13), reader))
-    assert found is not None and "read shared blocks" in found[1]
+    assert found is not None and "read shared blocks" in found.why
 
 
 def ended(step: int, kind: str = "req.finished", generation: int = 0) -> dict[str, Any]:
@@ -179,8 +180,8 @@ def ended(step: int, kind: str = "req.finished", generation: int = 0) -> dict[st
 def test_output_that_is_added_to_a_finished_request(kind: str) -> None:
     found = lost(numbered(ended(3), ended(3, "sample"), ended(4, kind)))
     assert found is not None
-    assert found[0] == 2
-    assert "which had finished" in found[1]
+    assert found.seq == 2
+    assert "which had finished" in found.why
     assert (
         lost(
             numbered(ended(2, "sample"), ended(3), ended(3, "sample"), ended(5, kind, generation=1))
@@ -210,6 +211,44 @@ def test_what_vllm_breaks_is_no_failure_of_the_connector(case: str, tmp_path: Pa
         assert any("not judged" in (row.message or "") for row in report.rows)
 
 
+@pytest.mark.parametrize(
+    ("salt", "verdict"), [("another", "FAIL"), ("one", "UNSUPPORTED"), (None, "FAIL")]
+)
+def test_only_who_may_share_kv_with_a_lost_request_is_excused(
+    salt: str | None, verdict: str, tmp_path: Path
+) -> None:
+    """The last one is offered the KV of `z`, another tenant's, which has nothing of the lost one."""
+    own = {} if salt is None else {"salt": salt}
+    data = {
+        "id": "x.y",
+        "area": "identity",
+        "text": "The last request comes after one that vLLM has lost count of.",
+        "engines": ["vllm"],
+        "matrix": {"scheduling": ["async"], "runner": ["v1"], "depth": [2]},
+        "relations": [],
+        "config": {"num_blocks": 64},
+        "steps": [
+            {"add": {"req": "a", "prompt": 18, "max_tokens": 4, "salt": "one"}},
+            {"add": {"req": "z", "prompt": 18, "max_tokens": 1, "salt": "third"}},
+            {"run": {}},
+            {"drop-local": {}},
+            {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 4, "salt": "one"}},
+            {"fail-load": {"req": "b", "positions": [9]}},
+            {"run": {}},
+            {"add": {"req": "c", "prompt": {"of": "z", "tokens": 8, "then": 8}, **own}},
+            {"run": {}},
+        ],
+    }
+    case = Case.model_validate(data, strict=False)
+    target = Target("kvconform.refimpl.defects.identity:NoSalt", {"store": "{tmp}/store"})
+    report = run_and_judge(case.variants(["vllm"])[0], target, SPEC, seed=0, tmp=tmp_path)
+    rows = {row.requirement: row for row in report.rows}
+    assert "engine.placeholders-bounded" in {
+        row.requirement for row in report.rows if row.verdict == "FAIL"
+    }
+    assert (rows["lookup.identity"].verdict, rows["lookup.identity"].req) == (verdict, "c")
+
+
 ASKED = {"kind": "lookup", "req": "b", "starved": True}
 END = {"kind": "run.end", "quiesced": False}
 
@@ -227,7 +266,7 @@ END = {"kind": "run.end", "quiesced": False}
 )
 def test_a_retry_that_is_never_admitted(events: list[dict[str, Any]], at: int | None) -> None:
     found = lost(numbered(*events))
-    assert (None if found is None else found[0]) == at
+    assert (None if found is None else found.seq) == at
 
 
 @pytest.mark.parametrize(
@@ -249,7 +288,7 @@ def test_a_request_that_shares_failed_blocks_and_has_a_later_step_in_flight(
     found = lost(trace)
     assert (found is not None) == is_lost
     if found is not None:
-        assert found[0] == trace[-1]["seq"] and "request e" in found[1]
+        assert found.seq == trace[-1]["seq"] and "request e" in found.why
     trace[0]["engine"] = "reference"  # it falls back to before all of its steps
     assert lost(trace) is None
 
@@ -276,7 +315,7 @@ def test_a_session_whose_turn_ends_when_it_was_preempted(to: str) -> None:
     turn = {"kind": "req.state", "req": "s", "from": "PREEMPTED", "to": to, "reason": "output"}
     turn |= {"computed": 0}
     found = lost(numbered(START, turn))
-    assert found is not None and found[0] == 1 and "session s" in found[1]
+    assert found is not None and found.seq == 1 and "session s" in found.why
     assert lost(numbered(START, {**turn, "from": "RUNNING"})) is None
     assert lost(numbered(START, {**turn, "to": "FINISHED_STOPPED"})) is None
     assert lost(numbered({**START, "engine": "reference"}, turn)) is None
@@ -289,6 +328,6 @@ def test_a_session_whose_turn_ends_within_accepted_drafts() -> None:
     end = {"kind": "req.state", "req": "s", "from": "RUNNING", "reason": "output", "computed": 17}
     for to in ("WAITING", "WAITING_FOR_STREAMING_REQ"):
         found = lost(numbered(START, row, sample, sample, {**end, "to": to}))
-        assert found is not None and found[0] == 4 and "session s" in found[1]
+        assert found is not None and found.seq == 4 and "session s" in found.why
         right = {**end, "to": to, "computed": 15}
         assert lost(numbered(START, row, sample, sample, right)) is None

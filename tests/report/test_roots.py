@@ -443,6 +443,19 @@ def test_the_engines_relay_comes_before_what_the_connector_seems_to_do() -> None
     ], "a guarantee that explains nothing comes after what counts"
 
 
+@pytest.mark.parametrize(
+    ("guarantee", "explains"),
+    [("engine.placeholders-bounded", False), ("engine.entry-salt", True)],
+)
+def test_the_engine_never_confuses_tenants_unless_it_drops_what_tells_them_apart(
+    guarantee: str, explains: bool
+) -> None:
+    mixed = row("lookup.identity", event=9)
+    mixed.differs = ("salt",)
+    found = roots([mixed, row(guarantee, kind="guarantee", event=4)])
+    assert (found[0].row.requirement == guarantee) == explains
+
+
 def test_blocked_requirements_are_consequences_of_what_blocked_them() -> None:
     rows = [row("save.owned"), row("load.position", event=1)]
     rows += [blocked("compose.null-effect", "load.position"), blocked("x.y", "save.owned", "other")]
