@@ -10,13 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kvconform.config.target import Target
-from kvconform.contract.loader import Spec, explained, load_spec
-from kvconform.contract.references import Entry
+from kvconform.contract.loader import Spec
 from kvconform.contract.requirement import Requirement
 from kvconform.explore.workload import Data, Workload
 from kvconform.judge.records import Row
@@ -180,8 +178,7 @@ def outcome(
             continue
         if row.kind != "requirement":
             broken_guarantees.append(row.requirement)
-            bugs = _known().get(row.requirement, [])
-            if all(bug.mark and not bug.mark.precedes(trace, row.event) for bug in bugs):
+            if not row.bugs:
                 unknown.append(_failure(row, trace))
         elif row.gating or row.risk:
             failures.append(_failure(row, trace))
@@ -194,12 +191,6 @@ def outcome(
         unsupported=not trace,
         capabilities=report.capabilities,
     )
-
-
-@cache
-def _known() -> dict[str, list[Entry]]:
-    """Map guarantees that known bugs of vLLM break to these bugs."""
-    return explained(load_spec())
 
 
 def _failure(row: Row, trace: list[dict[str, Any]]) -> Failure:

@@ -58,7 +58,8 @@ class Aggregate:
 
     `status` is per requirement id. `counts` has the number of rows of each verdict, also if zero.
     `failed` holds the ids whose FAIL counts against the connector, `engine_failed` the guarantees
-    that the engine broke. What does not count without --strict: `risks` holds the ids that fail
+    that the engine broke, `unexplained` those of them that no known bug of vLLM explains in one of
+    the runs. What does not count without --strict: `risks` holds the ids that fail
     only in situations that no vLLM brings about, `advisory` violated SHOULD and MAY. `unreached`
     has, per requirement, the runs that are about it and did not reach their situation, if it was
     not exercised there. `stores_nothing`: the connector declares `store`, and no run has loaded
@@ -69,6 +70,7 @@ class Aggregate:
     counts: dict[Verdict, int] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
     engine_failed: list[str] = field(default_factory=list)
+    unexplained: list[str] = field(default_factory=list)
     risks: list[str] = field(default_factory=list)
     advisory: list[str] = field(default_factory=list)
     unreached: dict[str, list[str]] = field(default_factory=dict)
@@ -119,7 +121,9 @@ def aggregate(rows: Iterable[Row], *, problems: Iterable[str] = ()) -> Aggregate
     found.counts = {verdict: tally[verdict] for verdict in Verdict}
     failing = [row for row in rows if row.verdict is Verdict.FAIL]
     found.failed = _ids(row for row in failing if row.gating)
-    found.engine_failed = _ids(row for row in failing if row.kind == "guarantee")
+    broken = [row for row in failing if row.kind == "guarantee"]
+    found.engine_failed = _ids(broken)
+    found.unexplained = _ids(row for row in broken if not row.bugs)
     risks = _ids(row for row in failing if row.risk)
     found.risks = [name for name in risks if name not in found.failed]
     found.advisory = _ids(

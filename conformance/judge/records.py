@@ -142,6 +142,13 @@ class Row:
     evidence: Annotated[
         str | None, Field(description="`file: symbol` of vLLM that the requirement rests on")
     ] = None
+    bugs: Annotated[
+        tuple[str, ...],
+        Field(
+            description="the known bugs of vLLM (spec/history.yaml) that break this guarantee, and"
+            " whose mark, if they have one, came before"
+        ),
+    ] = ()
     blocked_by: Annotated[
         str | None, Field(description="the requirement (or engine.crash) that explains it")
     ] = None

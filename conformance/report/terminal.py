@@ -15,7 +15,7 @@ from kvconform import __version__
 from kvconform.adapters.registry import titles
 from kvconform.compat.installed import RUNNER_V2
 from kvconform.config.settings import REFERENCE, Settings
-from kvconform.contract.loader import Spec, explained, load_spec
+from kvconform.contract.loader import Spec
 from kvconform.errors import UsageError
 from kvconform.judge.aggregate import Aggregate, mismatches, unasked
 from kvconform.judge.records import CaseReport, Row, Verdict
@@ -340,25 +340,20 @@ def _answer(
     reasons = list(found.reasons)
     if found.risks:
         reasons.append(f"risks, where vLLM does not go today: {', '.join(found.risks)}")
-    reasons += _broken(found.engine_failed)
+    reasons += _broken(found)
     for reason in reasons:
         for line in wrapped(reason, console.width, "  ", "    "):
             console.print(Text(line), soft_wrap=True)
 
 
-def _broken(names: Sequence[str]) -> list[str]:
+def _broken(found: Aggregate) -> list[str]:
     """Return a sentence about the guarantees that a known bug of vLLM breaks, and about others."""
-    known = explained(load_spec())
-    found = []
-    if mine := [name for name in names if name in known]:
-        where = "docs/engine-findings.md"
-        found.append(
-            f"guarantees that the engine broke, as a known bug does ({where}): {', '.join(mine)}"
-        )
-    if others := [name for name in names if name not in known]:
-        text = "guarantees of the engine that did not hold, explained by no finding"
-        found.append(f"{text}: {', '.join(others)}")
-    return found
+    known = [name for name in found.engine_failed if name not in found.unexplained]
+    said = {
+        "guarantees that the engine broke, as a known bug does (docs/engine-findings.md)": known,
+        "guarantees of the engine that did not hold, explained by no finding": found.unexplained,
+    }
+    return [f"{text}: {', '.join(names)}" for text, names in said.items() if names]
 
 
 def _status(name: str, found: Aggregate, guarantees: Collection[str]) -> str:

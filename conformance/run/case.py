@@ -18,6 +18,7 @@ from kvconform.contract.loader import Spec
 from kvconform.contract.requirement import Requirement
 from kvconform.engine.stand_ins import judged_alone
 from kvconform.judge.evaluate import at_stake
+from kvconform.judge.known import name_known_bugs
 from kvconform.judge.narrate import excerpts, narrate
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.judge.relation import relate_runs
@@ -89,6 +90,7 @@ def run_and_judge(
         drop_flaky(rows, made, spec.requirements)
         say_unreached(rows, made.unmet, variant, spec.requirements)
         narrate(rows, main.trace, spec.requirements)
+        name_known_bugs(rows, main.trace)
         if made.reduce is not None:
             made.reduce(rows)
         report.rows = [

@@ -100,7 +100,7 @@ def test_a_known_bug_is_known_by_its_mark(tmp_path: Path, monkeypatch: pytest.Mo
     assert known.mark.event == "cache.reset"
     other = known.model_copy(update={"mark": Mark(event="transfer.failed")})
     bugs = {"engine.reset-returns": [other]}
-    monkeypatch.setattr("kvconform.explore.outcome._known", lambda: bugs)
+    monkeypatch.setattr("kvconform.judge.known._known", lambda: bugs)
     workload = mended(
         RESET, engine="vllm", scheduling="async", config={}, relations=["no-connector"]
     )

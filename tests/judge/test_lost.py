@@ -217,7 +217,7 @@ def test_what_vllm_breaks_is_no_failure_of_the_connector(case: str, tmp_path: Pa
 def test_only_who_may_share_kv_with_a_lost_request_is_excused(
     salt: str | None, verdict: str, tmp_path: Path
 ) -> None:
-    """The last one is offered the KV of `z`, another tenant's, which has nothing of the lost one."""
+    """The last one is offered KV of `z`, another tenant's, which has nothing of the lost one."""
     own = {} if salt is None else {"salt": salt}
     data = {
         "id": "x.y",

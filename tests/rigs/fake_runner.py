@@ -2,7 +2,8 @@
 """A stand-in for kvconform.run.case.run_and_judge that needs no vLLM.
 
 The connector's extra configuration defines what happens. `fail`: {requirement: [case, ...]};
-`exit`, `hang`, `raise`, `foreign`: [case, ...]. Everything else passes.
+`bugs`: {guarantee: [known bug that explains its failure, ...]}; `exit`, `hang`, `raise`,
+`foreign`: [case, ...]. Everything else passes.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def judge(
         if case in orders.get("fail", {}).get(row.requirement, []):
             row.verdict, row.count, row.step, row.req, row.event = Verdict.FAIL, 1, 2, "a", 5
             row.message = f"wrong bytes in {tmp}/store by <object at 0x7f00deadbeef>"
+            row.bugs = tuple(orders.get("bugs", {}).get(row.requirement, ()))
             row.evidence = "v1/core.py: Scheduler.schedule"
             stall = {"kind": "engine.stall", "seq": 5, "step": 2}
             excerpts[row.requirement] = [
