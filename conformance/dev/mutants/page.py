@@ -145,13 +145,17 @@ def _is_ours(name: str, subject: Subject, root: Path) -> bool:
     return path.is_relative_to(root.resolve()) and "site-packages" not in path.parts
 
 
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f} %"
+
+
 def texts(root: Path) -> dict[Path, str]:
     """Return the text of both pages, by path."""
     made = chapters(root)
     page = render(
         root / "docs" / "templates",
         "mutants.md.jinja",
-        {"code": code},
+        {"code": code, "percent": _percent},
         chapters=made,
         totals=[(each.subject.id, each.total) for each in made],
         missing=[name for name in subjects() if name not in {each.subject.id for each in made}],

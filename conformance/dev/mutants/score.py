@@ -51,18 +51,30 @@ class Score:
     @property
     def share(self) -> float | None:
         """The non-trivial kills, as a share of themselves and the missed ones."""
-        total = self.found + self.missed
-        return self.found / total if total else None
+        return _share(self.found, self.missed)
+
+    @property
+    def strict_share(self) -> float | None:
+        """The same if what only a recommendation or a risk finds counts as missed."""
+        return _share(self.found, self.missed + self.survived["recommendation"])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the score as JSON data."""
-        share = self.share
         return {
             "killed": {means: self.killed[means] for means in KILLS if self.killed[means]},
             "survived": dict(sorted(self.survived.items())),
             "undecided": self.undecided,
-            "score": None if share is None else round(share, 3),
+            "score": _rounded(self.share),
+            "strict": _rounded(self.strict_share),
         }
+
+
+def _share(found: int, missed: int) -> float | None:
+    return found / (found + missed) if found + missed else None
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 3)
 
 
 def scores(

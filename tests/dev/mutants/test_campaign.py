@@ -112,13 +112,14 @@ def test_the_score_leaves_out_what_is_trivial_or_no_fault() -> None:
     found = score.Score()
     for means in ("requirement", "hang", "raise", "death", "start"):
         found.add(of(ALL[0], "killed", means=means), None)
-    kinds: tuple[judgement.Kind, ...] = ("equivalent", "performance", "open")
+    kinds: tuple[judgement.Kind, ...] = ("equivalent", "performance", "open", "recommendation")
     for kind in kinds:
         known = Judgement(module="m", operator="o", line="l", kind=kind, why="w")
         found.add(of(ALL[0], "survived"), known)
     found.add(of(ALL[0], "survived"), None)
     found.add(of(ALL[0], "undecided"), None)
     assert (found.found, found.missed, found.share) == (2, 2, 0.5)
+    assert found.strict_share == 0.4
     assert found.undecided == 1
 
 
