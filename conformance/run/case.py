@@ -31,6 +31,8 @@ REPEATS = 3
 """How often a comparison that failed is repeated."""
 ELSEWHERE = ("hash-seed", "second-process")
 """Relations whose runs take seconds; their comparison is repeated once."""
+PROMISES = ("profile.expectation", "profile.repaired")
+"""Events about what should have come back, which a store in the background may still have had."""
 SAYS_NOTHING = (Verdict.NOT_EXERCISED, Verdict.UNOBSERVABLE, Verdict.UNSUPPORTED)
 """Verdicts that a brief report leaves out."""
 
@@ -116,7 +118,7 @@ def _was_too_fast(made: Runs, spec: Spec) -> bool:
     main = made.runs.get("connector")
     if not isinstance(main, Run) or made.harness_error is not None:
         return False
-    promised = (event for event in main.trace if event["kind"] == "profile.expectation")
+    promised = (event for event in main.trace if event["kind"] in PROMISES)
     unmet = bool(main.hurried and main.unmet)
     served = any(e["kind"] == "soak.served" and e["last"] < e["first"] for e in main.trace)
     missing = any(each["reloadable"] < each["promised"] for each in promised)
@@ -124,7 +126,7 @@ def _was_too_fast(made: Runs, spec: Spec) -> bool:
         return False  # nothing is missing: most runs are not judged twice
     rows = judge(list(spec.requirements.values()), made.runs, made.caps)
     failed = [row for row in rows if row.verdict is Verdict.FAIL]
-    late = ("profile.expectation", "soak.served")
+    late = (*PROMISES, "soak.served")
     short = [row for row in failed if spec.requirements[row.requirement].event in late]
     return bool(short or unmet) and not any(row.gating for row in failed if row not in short)
 

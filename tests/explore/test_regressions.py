@@ -549,3 +549,26 @@ def test_a_chunk_within_an_image_is_not_found_at_its_beginning(tmp_path: Path) -
     workload = mended(steps, config={"prefix_caching": False})
     found = outcome(workload, target_of("blending"), SPEC, tmp_path)
     assert (found.error, found.failures, found.unknown) == (None, [], [])
+
+
+def test_what_is_stored_again_in_the_background_gets_its_time(tmp_path: Path) -> None:
+    """`save.again` was wrongly reported: threads had no time before the prompt came back."""
+    plain: Data = {"max_tokens": 7, "drafts": [2]}
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 14, **plain}},
+        {"add": {"req": "b", "prompt": 16, "max_tokens": 1, "salt": "s"}},
+        {"add": {"req": "c", "prompt": {"same": "a"}, **plain}},
+        {"add": {"req": "d", "prompt": 13, **plain}},
+        {"run": {}},
+        {"add": {"req": "e", "prompt": {"same": "d"}, "max_tokens": 2, "stop_at": 1}},
+        {"fail-load": {"req": "e", "positions": "all"}},
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "f", "prompt": {"same": "e"}, "max_tokens": 9, "reloads": "e"}},
+        {"run": {}},
+    ]
+    config: Data = {"budget": 7, "max_seqs": 1, "spec_tokens": 2, "prefix_caching": False}
+    workload = mended(steps, config={**config, "num_blocks": 14}, policies=["late-threads"])
+    target = replace(target_of("fenced"), capabilities={"store": True, "saves": "all"})
+    found = outcome(workload, target, SPEC, tmp_path / "run", strict=True)
+    assert (found.error, found.failures, found.unknown) == (None, [], [])
