@@ -898,6 +898,14 @@ _kind(
     "that; rounding = what rounding may make of it, in the model's number format.",
 )
 _kind(
+    "live.embedding",
+    "live",
+    "phase:str req:str prompt:int count:int off:float at:int rounding:float",
+    "A prompt's embedding, a vector of length 1 with `count` values, against that of the baseline "
+    "run. off = the largest difference of a value, at = which value; rounding = what rounding may "
+    "make of it, in the model's number format.",
+)
+_kind(
     "live.entered",
     "live",
     "req:str sent:str entrypoint:str salt:str? sent_salt:str? adapter:str? sent_adapter:str? "

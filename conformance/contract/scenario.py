@@ -197,7 +197,7 @@ class Phase(Model):
     )
 
 
-Entrypoint = Literal["completions", "chat"]
+Entrypoint = Literal["completions", "chat", "embeddings"]
 PairPlay = Literal["handed", "aborted", "replayed", "altered", "incomplete", "killed", "requests"]
 SITUATIONS: dict[PairPlay, tuple[str, ...]] = {
     "replayed": ("replayed-params",),
@@ -315,7 +315,7 @@ class Scenario(Model):
     entrypoint: Entrypoint | None = Field(
         default=None,
         description="requests enter by HTTP at vLLM's OpenAI-compatible server: "
-        "/v1/completions or /v1/chat/completions",
+        "/v1/completions, /v1/chat/completions or /v1/embeddings",
     )
     fail: bool = Field(default=False, description="the connector is asked to make loads fail")
     faults: list[Fault] = Field(

@@ -627,6 +627,13 @@ def _tokens(e: Event) -> str:
     )
 
 
+def _embedding(e: Event) -> str:
+    return (
+        f"request {e['req']} (phase {e['phase']}, prompt of {many(e['prompt'], 'token')}): value"
+        f" {e['at']} of the embedding is off by {e['off']:.3g}"
+    )
+
+
 def _live_load(e: Event) -> str:
     bad = [
         f"{e[name]} {words}"
@@ -757,6 +764,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "alloc": _alloc,
     "run.end": _end,
     "live.tokens": _tokens,
+    "live.embedding": _embedding,
     "live.load": _live_load,
     "live.end": _live_end,
     "live.entered": _entered,

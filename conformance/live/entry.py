@@ -20,18 +20,23 @@ import torch
 
 from kvconform.contract.scenario import MAX_MODEL_LEN
 from kvconform.fixtures import tiny_blip, tiny_tokenizer
-from kvconform.live.job import Ask, Job
+from kvconform.live.job import EMBEDDINGS, Ask, Job
 from kvconform.live.state import digest
 
 BASE = "tiny"
 """Name under which the server serves the model itself."""
 WIDTH = 128
 """Elements of an embedding, the hidden size of the tiny model."""
-PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+PATHS = {
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    EMBEDDINGS: "/v1/embeddings",
+}
 """Path of the server, by entrypoint."""
 _INTERNAL = {
     "completions": re.compile(r"cmpl-(.+)-0-[0-9a-f]{8}"),
     "chat": re.compile(r"chatcmpl-(.+)-[0-9a-f]{8}"),
+    EMBEDDINGS: re.compile(r"embd-(.+)-0-[0-9a-f]{8}"),
 }
 """Ids of requests in the engine; the group is the client's X-Request-Id."""
 
@@ -42,18 +47,26 @@ def name_of(lora: str) -> str:
 
 
 def body(ask: Ask) -> dict[str, Any]:
-    """Return the JSON body of the HTTP request: greedy tokens with their log probabilities."""
+    """Return the JSON body of the HTTP request.
+
+    It asks for greedy tokens with their log probabilities, or for the prompt's embedding.
+    """
     found: dict[str, Any] = {
         "model": BASE if ask.lora is None else name_of(ask.lora),
-        "temperature": 0.0,
-        "max_tokens": ask.out,
-        "ignore_eos": True,
         "priority": ask.priority,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
     }
     if ask.salt is not None:
         found["cache_salt"] = ask.salt
+    if ask.entrypoint == EMBEDDINGS:
+        found["input"] = ask.tokens
+        return found
+    found |= {
+        "temperature": 0.0,
+        "max_tokens": ask.out,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
     if ask.entrypoint == "chat":
         found["messages"] = [{"role": "user", "content": _content(ask)}]
         found["logprobs"] = True

@@ -27,12 +27,14 @@ Two tokens whose log probabilities differ by no more may change places. Between 
 differ in preemptions and drafts, log probabilities moved by less than 0.00001 on a CPU. On an H200
 in 16 bits, they moved by 0.0076 where a correct connector loaded what was computed in the baseline.
 """
+OF_A_VALUE = 10
+"""So many times less may rounding do to a value of an embedding, a vector of length 1."""
 
 
 def compare(
     plain: Mapping[str, Answer], outcome: Outcome, altered: Collection[str] = ()
 ) -> list[Event]:
-    """Return one `live.tokens` event per request that both runs have answered.
+    """Return one event per request that both runs have answered: live.tokens or live.embedding.
 
     `altered`: requests of which the engine got something else than was sent; they are left out.
 
@@ -41,18 +43,31 @@ def compare(
     The baseline run shows that: its second choice is the token of the other run, and is hardly less
     likely. Tokens after the first difference are not compared.
     """
-    found = []
-    for phase in outcome.phases:
-        found += [
-            {"kind": "live.tokens", "phase": phase.name, **_one(plain[a.id], a)}
-            for a in phase.answers
-            if a.id in plain and a.id not in altered
-        ]
-    return found
+    return [
+        {"phase": phase.name, "req": a.id, "prompt": len(a.prompt)}
+        | (_vector(plain[a.id], a) if a.embedding else _tokens(plain[a.id], a))
+        for phase in outcome.phases
+        for a in phase.answers
+        if a.id in plain and a.id not in altered
+    ]
 
 
-def _one(plain: Answer, answer: Answer) -> Event:
-    """Return the fields of the event of one request."""
+def _vector(plain: Answer, answer: Answer) -> Event:
+    """Return the fields of a live.embedding event, but for those that all answers have."""
+    pairs = zip(plain.embedding, answer.embedding, strict=True)
+    off = [abs(one - other) for one, other in pairs]
+    worst = max(range(len(off)), key=off.__getitem__)
+    return {
+        "kind": "live.embedding",
+        "count": len(off),
+        "off": round(off[worst], 6),
+        "at": worst,
+        "rounding": ROUNDING[dtype()] / OF_A_VALUE,
+    }
+
+
+def _tokens(plain: Answer, answer: Answer) -> Event:
+    """Return the fields of a live.tokens event, but for those that all answers have."""
     aborted = answer.why == "abort" or plain.why == "abort"
     length = min(len(plain.tokens), len(answer.tokens))
     at = next((i for i in range(length) if plain.tokens[i] != answer.tokens[i]), None)
@@ -72,8 +87,7 @@ def _one(plain: Answer, answer: Answer) -> Event:
     ]
     worst = max(range(len(drift)), key=drift.__getitem__) if drift else None
     return {
-        "req": answer.id,
-        "prompt": len(answer.prompt),
+        "kind": "live.tokens",
         "count": len(answer.tokens),
         "plain": len(plain.tokens),
         "same": at is None,

@@ -40,6 +40,10 @@ Then everything that the baseline run computed counts as computed, and lookups o
 """
 
 
+EMBEDDINGS: Entrypoint = "embeddings"
+"""The entrypoint at which a prompt is answered with one vector, and no tokens."""
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -132,6 +136,11 @@ class Job(_Part):
         """Whether its requests enter at the API server."""
         return any(ask.entrypoint for play in self.plays for ask in play.asks)
 
+    @property
+    def embeds(self) -> bool:
+        """Whether the server makes embeddings of prompts, and no tokens."""
+        return any(ask.entrypoint == EMBEDDINGS for play in self.plays for ask in play.asks)
+
     def write(self, path: Path) -> None:
         """Write the job to a file as JSON."""
         path.write_text(self.model_dump_json(), encoding="utf-8")
@@ -147,7 +156,8 @@ class Answer(_Part):
 
     Per token: its id (`tokens`), its log probability (`logprobs`), the second most likely token
     (`seconds`), and by how much that one was less likely (`gaps`, natural logarithm). `why`: stop,
-    length or abort. `internal`: the id that vLLM gave the request.
+    length or abort. `internal`: the id that vLLM gave the request. At entrypoint embeddings there
+    are no tokens, but an `embedding`.
     """
 
     id: str
@@ -159,6 +169,7 @@ class Answer(_Part):
     seconds: list[int]
     gaps: list[float]
     why: str | None
+    embedding: list[float] = []
 
 
 class Counts(_Part):

@@ -27,7 +27,7 @@ from kvconform.contract.scenario import BLOCK_SIZE, MAX_MODEL_LEN
 from kvconform.fixtures import tiny_lora, tiny_tokenizer
 from kvconform.live.child import Child, Stalled, main
 from kvconform.live.entry import BASE, PATHS, body, name_of
-from kvconform.live.job import Answer, Ask, Job, PhaseDone, Play, dtype, memory
+from kvconform.live.job import EMBEDDINGS, Answer, Ask, Job, PhaseDone, Play, dtype, memory
 
 Result = TypeVar("Result")
 START_LIMIT = 240.0
@@ -218,6 +218,8 @@ def arguments(job: Job, port: int) -> list[str]:
         # with the last slot's weights on a CPU (vllm-project/vllm#48421).
         found["max-loras"] = len({name_of(lora) for lora in adapters}) + 1
         found["max-lora-rank"] = tiny_lora.RANK
+    if job.embeds:
+        found["runner"] = "pooling"
     if job.transfer is not None:
         found["kv-transfer-config"] = json.dumps(job.transfer)
     words = [f"--{name}={value}" for name, value in found.items()]
@@ -233,6 +235,19 @@ def free_port() -> int:
 
 def answer_of(ask: Ask, said: dict[str, Any]) -> Answer:
     """Return the result of a request from the server's JSON."""
+    if ask.entrypoint == EMBEDDINGS:
+        (one,) = said["data"]
+        values = [round(value, 6) for value in one["embedding"]]
+        return Answer(
+            id=ask.id,
+            prompt=ask.tokens,
+            tokens=[],
+            logprobs=[],
+            seconds=[],
+            gaps=[],
+            why="stop",
+            embedding=values,
+        )
     (choice,) = said["choices"]
     tokens = list(choice["token_ids"])
     options = likely_chat(choice) if ask.entrypoint == "chat" else likely(choice)

@@ -34,7 +34,8 @@ AT_THE_END = ("case.expected", "engine.survives", "engine.acts-on-report", "engi
 """Guarantees that show what became of something that went wrong before."""
 _STAGES: tuple[tuple[Stage, tuple[str, ...]], ...] = (
     (Stage.END, ("run.quiesces", "end.", *AT_THE_END)),
-    (Stage.TOKENS, ("compose.", "multi.as-alone", "live.tokens", "live.likelihood")),
+    (Stage.TOKENS, ("compose.", "multi.as-alone")),
+    (Stage.TOKENS, ("live.tokens", "live.likelihood", "live.embedding")),
     (Stage.ANNOUNCED, ("events.", "save.completeness", "save.as-plain", "restart.keeps")),
     (Stage.ANNOUNCED, ("lookup.truth", "transfer.delivered")),
     (Stage.CACHE, ("cache.", "identity.")),

@@ -11,6 +11,7 @@ SERVING = "vllm.entrypoints.openai"
 PROCESS_INPUTS = Target("vllm.v1.engine.input_processor:InputProcessor.process_inputs")
 GET_ADAPTERS = Target("vllm.entrypoints.serve.engine.serving:BaseServing._maybe_get_adapters")
 RENDER_CHAT = Target(f"{SERVING}.chat_completion.serving:OpenAIServingChat.render_chat_request")
+POOL = Target("vllm.entrypoints.pooling.base.serving:PoolingBaseServing._init_ctx")
 LOAD_EMBEDS = Target("vllm.renderers.base:BaseRenderer._process_embeds")
 HASH_IMAGE = Target("vllm.multimodal.hasher:MultiModalHasher.hash_kwargs")
 _first_paths: dict[str, str] = {}
@@ -29,6 +30,14 @@ async def drops_chat_salt(render: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(found, tuple):
         for engine_input in found[1]:
             engine_input.pop("cache_salt", None)
+    return found
+
+
+@POOL.replaced_by
+async def drops_embedding_salt(begin: Any, *args: Any, **kwargs: Any) -> Any:
+    """Drop the cache salt of requests for embeddings."""
+    found = await begin(*args, **kwargs)
+    found.prompt_extras.pop("cache_salt", None)
     return found
 
 

@@ -39,6 +39,7 @@ ASKS = [
     Ask(id="r1.embeds-song", tokens=[0] * 40, out=4, entrypoint="completions", embeds="song"),
     Ask(id="r2.salt-red", tokens=[5, 6, 7], out=4, entrypoint="chat", salt="red"),
     Ask(id="r3.image-cat", tokens=[512] * 4 + [5, 6], out=4, entrypoint="chat", image="cat"),
+    Ask(id="r4.salt-red", tokens=[5, 6, 7], out=4, entrypoint="embeddings", salt="red"),
 ]
 IDS = [
     "cmpl-r0.salt-blue-0-8082d041",
@@ -46,8 +47,9 @@ IDS = [
     "cmpl-r1.embeds-song-0-8082d041",
     "chatcmpl-r2.salt-red-8082d041",
     "chatcmpl-r3.image-cat-8082d041",
+    "embd-r4.salt-red-0-8082d041",
 ]
-SALTED, ADAPTED, EMBEDDED, CHATTED, SHOWN = range(5)
+SALTED, ADAPTED, EMBEDDED, CHATTED, SHOWN, POOLED = range(6)
 
 
 def request(number: int, **other: Any) -> Any:
@@ -122,11 +124,12 @@ def test_the_tokens_of_an_image_precede_the_words() -> None:
 
 # -- what is sent
 def test_what_tells_requests_apart_is_sent() -> None:
-    salted, adapted, embedded, chatted, shown = map(body, ASKS)
+    salted, adapted, embedded, chatted, shown, pooled = map(body, ASKS)
     assert (salted["cache_salt"], salted["prompt"], salted["model"]) == ("blue", [5, 6, 7], "tiny")
     assert adapted["model"] == "ode" and "cache_salt" not in adapted
     sent = torch.load(io.BytesIO(base64.b64decode(embedded["prompt_embeds"])), weights_only=True)
     assert torch.equal(sent, embeddings("song", 40)) and "prompt" not in embedded
+    assert pooled == {"model": "tiny", "priority": 0, "cache_salt": "red", "input": [5, 6, 7]}
     assert chatted["cache_salt"] == "red"
     assert chatted["messages"] == [{"role": "user", "content": "<t5> <t6> <t7>"}]
     image, text = shown["messages"][0]["content"]
@@ -185,6 +188,13 @@ def test_an_answer_has_tokens_and_probabilities(number: int) -> None:
     assert (found.tokens, found.logprobs, found.seconds, found.gaps) == ([5], [-0.1], [6], [1.5])
 
 
+def test_the_answer_to_a_request_for_an_embedding_is_a_vector() -> None:
+    from kvconform.live.served import answer_of
+
+    found = answer_of(ASKS[POOLED], {"data": [{"embedding": [0.12345678, -0.5]}]})
+    assert (found.embedding, found.tokens, found.why) == ([0.123457, -0.5], [], "stop")
+
+
 # -- what arrives
 @pytest.mark.parametrize("number", range(len(ASKS)))
 def test_a_request_that_arrives_as_it_was_sent(number: int) -> None:
@@ -196,6 +206,7 @@ def test_a_request_that_arrives_as_it_was_sent(number: int) -> None:
     [
         (SALTED, {"cache_salt": None}, ["salt"]),
         (CHATTED, {"cache_salt": "blue"}, ["salt"]),
+        (POOLED, {"cache_salt": None}, ["salt"]),
         (ADAPTED, {"cache_salt": "blue"}, ["salt"]),
         (ADAPTED, {"lora_request": None}, ["adapter", "weights"]),
         (
@@ -248,6 +259,23 @@ def test_tokens_of_altered_requests_are_not_compared() -> None:
     outcome.phases = [PhaseDone(name="p", reset_done=None, counts=Counts(), answers=[other])]
     assert [event["same"] for event in compare({"r0": plain}, outcome)] == [False]
     assert compare({"r0": plain}, outcome, {"r0"}) == []
+
+
+def test_an_embedding_is_compared_value_by_value() -> None:
+    none: dict[str, Any] = {"tokens": [], "logprobs": [], "seconds": [], "gaps": []}
+    plain, other = (
+        Answer(id="r0", prompt=[1, 2], embedding=values, why="stop", **none)
+        for values in ([0.6, -0.8], [0.6, -0.79])
+    )
+    outcome = Outcome()
+    outcome.phases = [PhaseDone(name="p", reset_done=None, counts=Counts(), answers=[other])]
+    [event] = compare({"r0": plain}, outcome)
+    assert (event["kind"], event["at"], event["off"]) == ("live.embedding", 1, 0.01)
+    assert event["off"] > event["rounding"]
+    assert check_event({**event, "seq": 0, "step": 0}) == []
+    assert "value 1 of the embedding is off by 0.01" in describe(event)
+    [same] = compare({"r0": other}, outcome)
+    assert same["off"] == 0.0
 
 
 def test_embeddings_are_told_apart_block_by_block() -> None:
