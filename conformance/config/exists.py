@@ -41,19 +41,10 @@ def check_connector_name(connector: str, pythonpath: Sequence[str] = ()) -> None
             f"an entry of the catalogue is named on the command line (kvconform run {connector});"
             " a settings file names a class"
         )
-    hint = _hint_at_file(connector)
-    if hint or not _CONNECTOR.fullmatch(connector):
-        module, _, name = connector.rpartition(".")
-        if not hint and module and ":" not in connector:
-            hint = (
-                f"; did you mean {module}:{name}?"
-                if name[:1].isupper()
-                else _hint_at_classes(connector, pythonpath)
-                or f"; if {connector} is the module, add its class: {connector}:MyConnector"
-            )
+    if _hint_at_file(connector) or not _CONNECTOR.fullmatch(connector):
         raise UsageError(
-            f"{connector!r} does not name a connector: "
-            f"write package.module:Class, or a name that vLLM knows{hint}"
+            f"{connector!r} does not name a connector: write package.module:Class, or a name that"
+            f" vLLM knows{_hint_at_form(connector, pythonpath)}"
         )
     if ":" in connector:
         _check_package(connector, pythonpath)
@@ -93,6 +84,21 @@ def _folder_of(package: str) -> Path | None:
     here = Path.cwd()
     found = sorted([*here.glob(f"*/{package}.py"), *here.glob(f"*/{package}/__init__.py")])
     return here / found[0].relative_to(here).parts[0] if found else None
+
+
+def _hint_at_form(connector: str, pythonpath: Sequence[str]) -> str:
+    """Return how to write a connector's name that is malformed, or ""."""
+    if hint := _hint_at_file(connector):
+        return hint
+    module, _, name = connector.rpartition(".")
+    if not module or ":" in connector:
+        return ""
+    if name[:1].isupper():
+        return f"; did you mean {module}:{name}?"
+    return (
+        _hint_at_classes(connector, pythonpath)
+        or f"; if {connector} is the module, add its class: {connector}:MyConnector"
+    )
 
 
 def _hint_at_file(connector: str) -> str:

@@ -59,10 +59,10 @@ class Aggregate:
     `status` is per requirement id. `counts` has the number of rows of each verdict, also if zero.
     `failed` holds the ids whose FAIL counts against the connector, `engine_failed` the guarantees
     that the engine broke, `unexplained` those of them that no known bug of vLLM explains in one of
-    the runs. What does not count without --strict: `risks` holds the ids that fail
-    only in situations that no vLLM brings about, `advisory` violated SHOULD and MAY. `unreached`
-    has, per requirement, the runs that are about it and did not reach their situation, if it was
-    not exercised there. `stores_nothing`: the connector declares `store`, and no run has loaded
+    the runs. What does not count without --strict: `risks` holds the ids that fail only in
+    situations that no vLLM brings about, `advisory` violated SHOULD and MAY. `unreached` has, per
+    requirement, the runs that are about it and did not reach their situation, if it was not
+    exercised there. `stores_nothing`: the connector declares `store`, and no run has loaded
     anything. `reasons` are sentences about why `verdict` is not `conformant`.
     """
 

@@ -9,7 +9,7 @@ conformant, and whether a failure was expected, is decided in kvconform.judge.ag
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from kvconform.contract.events import ENGINE_FIELD
 from kvconform.contract.requirement import Requirement
@@ -160,9 +160,9 @@ def judge(
     objects, by an earlier report of blocks as failed that no load was to fill, or by a wrong claim
     of a lookup of its request: the engine goes on with these. What follows after the engine lost
     track of a request (kvconform.judge.engine_bugs) is UNSUPPORTED, unless it is about what a
-    request of another tenant is given. SHOULD and MAY get the same
-    verdicts, and so do requirements in a situation that no vLLM brings about (`beyond`), but these
-    count (`gating`) only with `strict`. A guarantee never counts.
+    request of another tenant is given. SHOULD and MAY get the same verdicts, and so do requirements
+    in a situation that no vLLM brings about (`beyond`), but these count (`gating`) only with
+    `strict`. A guarantee never counts.
     """
     main = runs["connector"]
     rows: list[Row] = []
@@ -253,6 +253,11 @@ def _excuse(
             row.verdict, row.blocked_by = Verdict.FAIL, None
 
 
+_Tenant: TypeAlias = tuple[str | None, tuple[str, str] | None]
+"""A cache salt, and an adapter's name and path."""
+NO_TENANT: _Tenant = (None, None)
+
+
 class _Strangers:
     """The requests of a run that can have nothing of those that the engine lost track of.
 
@@ -261,13 +266,21 @@ class _Strangers:
     """
 
     def __init__(self, trace: Sequence[Event]) -> None:
-        self._identities: dict[tuple[str | None, str | None], set[tuple[Any, ...]]] = {}
+        # By id: several requests may have had it, one after the other.
+        self._tenants: dict[tuple[str | None, str], set[_Tenant]] = {}
+        named: set[tuple[str | None, str, int]] = set()
         for event in trace:
+            if event["kind"] not in ("request.identity", "lookup"):
+                continue
+            who = event.get(ENGINE_FIELD), event["req"]
+            tenants = self._tenants.setdefault(who, set())
             if event["kind"] == "request.identity":
                 adapter = event["adapter"]
-                named = None if adapter is None else (adapter["name"], adapter["path"])
-                who = event.get(ENGINE_FIELD), event["req"]
-                self._identities.setdefault(who, set()).add((event["salt"], named))
+                own = None if adapter is None else (adapter["name"], adapter["path"])
+                tenants.add((event["salt"], own))
+                named.add((*who, event["generation"]))
+            elif (*who, event["generation"]) not in named:
+                tenants.add(NO_TENANT)
         self._lost = [loss.who for loss in losses(trace)]
 
     def are_in(self, violation: Violation) -> bool:
@@ -277,8 +290,8 @@ class _Strangers:
         own = self._of((violation.engine, violation.req))
         return all(own.isdisjoint(self._of(who)) for who in self._lost if who is not None)
 
-    def _of(self, who: tuple[str | None, str]) -> set[tuple[Any, ...]]:
-        return self._identities.get(who, {(None, None)})
+    def _of(self, who: tuple[str | None, str]) -> set[_Tenant]:
+        return self._tenants.get(who) or {NO_TENANT}
 
 
 def new_row(
