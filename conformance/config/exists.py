@@ -107,8 +107,14 @@ def _hint_at_file(connector: str) -> str:
     file = Path(source)
     if file.suffix != ".py" or not file.stem.isidentifier() or not file.is_file():
         return ""
-    inside = "" if str(file.parent) == "." else f" with --pythonpath {file.parent}"
-    return f"; did you mean {file.stem}:{name or 'MyConnector'}{inside}?"
+    parts, folder = [file.stem], file.parent
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
+        parts, folder = [folder.name, *parts], folder.parent
+    inside = "" if str(folder) == "." else f" with --pythonpath {folder}"
+    module = ".".join(parts)
+    for each in [name] if name else _connectors_in(_parsed(file)):
+        return f"; did you mean {module}:{each}{inside}?"
+    return f"; add its class, as {module}:MyConnector{inside}"
 
 
 def check_connector_exists(

@@ -201,12 +201,12 @@ def complete(declared: dict[str, Any]) -> dict[str, Any]:
         named = [f"{name!r}" + re.sub("; (.*)", r" (\1)", hint) for name, hint in hints.items()]
         raise UsageError(f"unknown capabilities: {', '.join(named)}{known}")
     wrong = [
-        f"capability {name} is {value!r}; it must be {CAPABILITIES[name].kind[1]}"
+        f"capability {name} must be {CAPABILITIES[name].kind[1]} (it is {value!r})"
         for name, value in declared.items()
         if not CAPABILITIES[name].takes(value)
     ]
     if wrong:
-        raise UsageError("\n".join(wrong))
+        raise UsageError("; ".join(wrong))
     operations = declared.get("controller", ())
     if operations and "lookup" not in operations:
         raise UsageError(

@@ -574,6 +574,13 @@ _kind(
     "A step's output was processed for a request; real = computed - placeholders.",
 )
 _kind(
+    "req.displaced",
+    "sched",
+    "req:str generation:int computed:int published:list",
+    "A request was preempted while a step was scheduled, of which it may have had a part before; "
+    "published = blocks of it in the prefix cache that are not computed to their end.",
+)
+_kind(
     "req.finished",
     "sched",
     "req:str generation:int status:str computed:int placeholders:int known:int in_flight:int "

@@ -15,6 +15,9 @@ It happens around a load that failed, in four ways:
 - It goes on keeping blocks free for an asynchronous load that failed. If the pool cannot hold the
   request twice, its retry is never admitted, and neither are the requests that wait behind it.
 
+A request that loses its place in a step, in which it was scheduled before, leaves blocks in the
+prefix cache that this step would have computed.
+
 A session whose turn ends by a token that arrives when it was preempted is forgotten, too. One whose
 turn ends within a run of accepted drafts counts those behind its end as computed.
 
@@ -33,7 +36,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from kvconform.contract.events import SIZED
+from kvconform.contract.events import NO_OWNER, SIZED
 from kvconform.contract.trace import Event, Trace, own_settings
 
 MISCOUNTED = "the engine lost count of request {req} when its load failed (bug B004)"
@@ -44,6 +47,10 @@ SERVED = (
 READ = (
     "the engine let request {req} read shared blocks whose load had failed and that were not"
     " computed again"
+)
+UNCOMPUTED = (
+    "the engine served request {req} blocks of a step in which another request took the place of"
+    " theirs (engine.publishes-computed)"
 )
 RELAYED = "the engine did not pass on {what} ({guarantee})"
 STARVED = (
@@ -213,6 +220,7 @@ def losses(trace: Iterable[Mapping[str, Any]]) -> Iterator[Loss]:
     most: dict[Who, int] = {}  # where they have to go on at the latest
     is_reference = False  # that engine loses no request
     finished: dict[tuple[str | None, str, int], int] = {}  # (engine, request, generation) -> step
+    displaced: set[Key] = set()  # published blocks that no step computes to their end
     waiting: dict[Who, int] = {}  # starved requests, and when they were looked up
     known: Counter[Who] = Counter()  # the tokens of requests
     for e in trace:
@@ -225,6 +233,14 @@ def losses(trace: Iterable[Mapping[str, Any]]) -> Iterator[Loss]:
                 most.update(_overtaken(failure, tables, rows))
         elif kind == "block" and e["op"] == "alloc":
             failed.pop((e.get("on"), e["id"]), None)
+            if e.get("owner") != NO_OWNER:  # else it was that of a request that lost its place
+                displaced.discard((e.get("on"), e["id"]))
+        elif kind == "req.displaced":
+            displaced.update((e.get("on"), block) for block in e["published"])
+        elif kind == "alloc" and not displaced.isdisjoint(
+            (e.get("on"), block) for block in e["shared_blocks"]
+        ):
+            yield _loss(e, UNCOMPUTED)
         if kind == "req.finished" or (kind == "req.state" and e["to"] == "PREEMPTED"):
             for each in (tables, rows, most):
                 each.pop((e.get("on"), e["req"]), None)

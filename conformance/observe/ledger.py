@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -162,8 +163,8 @@ _REASONS = {
 class Ledger:
     """Reads a scheduler's requests before and after each call.
 
-    Emits events; wraps two methods of the engine's block pool, and during an update one of its
-    manager of KV cache blocks.
+    Emits events; wraps two methods of the engine's block pool, the scheduler's that preempts a
+    request, and during an update one of its manager of KV cache blocks.
     """
 
     def __init__(
@@ -184,7 +185,9 @@ class Ledger:
         self._flying: dict[str, list[Event]] = {}  # req.scheduled of steps that have not landed
         self._shown: dict[tuple[str, int], int] = {}  # table length that the outputs have shown
         self._writes: dict[int, set[int]] = {}  # id(output) -> blocks that the step writes
+        self._is_scheduling = False
         self._wrap_pool()
+        self._wrap_preemption()
 
     def _wrap_pool(self) -> None:
         get_new_blocks = self.pool.get_new_blocks
@@ -214,6 +217,39 @@ class Ledger:
 
         self.pool.get_new_blocks = take
         self.pool.free_blocks = give
+
+    def _wrap_preemption(self) -> None:
+        scheduler = self.view.scheduler
+        name = "_preempt_request" if hasattr(scheduler, "_preempt_request") else "preempt_now"
+        preempt = getattr(scheduler, name, None)
+        if preempt is None:  # until 0.11
+            return
+
+        @wraps(preempt)
+        def displaced(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_scheduling:
+                self.trace.emit(
+                    "req.displaced",
+                    req=request.request_id,
+                    generation=self.view.generation(request.request_id),
+                    computed=request.num_computed_tokens,
+                    published=self._published_early(request),
+                )
+            return preempt(request, *args, **kwargs)
+
+        setattr(scheduler, name, displaced)
+
+    def _published_early(self, request: Any) -> list[int]:
+        """Return the request's blocks in the prefix cache that are not computed to their end."""
+        tables = self.view.tables().get(request.request_id, [])
+        return [
+            block
+            for group, table in zip(self._groups, tables, strict=False)
+            if not group.recurrent
+            for index, block in enumerate(table)
+            if block and (index + 1) * group.block_size > request.num_computed_tokens
+            if self.pool.blocks[block].block_hash is not None
+        ]
 
     def _given_back(self, blocks: Iterable[Any]) -> None:
         """Emit which references are left when the connector frees blocks, that is in a hook of it.
@@ -270,6 +306,7 @@ class Ledger:
     def before_schedule(self) -> None:
         """Note the requests before schedule()."""
         self._states = self._snapshot()
+        self._is_scheduling = True
 
     def before_update(self) -> None:
         """Note the requests before anything that changes them outside of schedule()."""
@@ -320,6 +357,7 @@ class Ledger:
 
         `tables`: per request, one per group.
         """
+        self._is_scheduling = False
         cached = output.scheduled_cached_reqs
         resumed = set(getattr(cached, "resumed_req_ids", ()) or ())
         self.state_changes("admit")

@@ -16,6 +16,7 @@ from kvconform.refimpl.faulty import Fault, Target, connector_of, skipped
 from kvconform.refimpl.pool import BlockPool
 
 UPDATE_BLOCK_HASHES = Target("vllm.v1.request:Request.update_block_hashes")
+CACHE_BLOCKS = Target("kvconform.refimpl.kv_manager:KVManager.cache_blocks")
 
 
 @targets.ADD_REQUEST.after
@@ -48,6 +49,13 @@ def hashes_prompts_only(look_up: Any, engine: Engine, request: Request) -> Any:
 
     with connector_of(engine, get_num_new_matched_tokens=without):
         return look_up(engine, request)
+
+
+@CACHE_BLOCKS.replaced_by
+def publishes_ahead(cache: Any, manager: Any, request: Request, num_tokens: int) -> None:
+    """Publish all blocks of a request, also those that its next steps compute."""
+    (table,) = manager.get_block_ids(request.request_id)
+    cache(manager, request, min(len(table) * manager.block_size, request.num_tokens))
 
 
 @UPDATE_BLOCK_HASHES.replaced_by

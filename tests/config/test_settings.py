@@ -94,8 +94,8 @@ def test_expected_failures(tmp_path: Path) -> None:
         ),
         (
             "[capabilities]\nstore = 1\nhma = true\nchunk_tokens = 'four'",
-            "capability store is 1; it must be true or false\n"
-            "capability chunk_tokens is 'four'; it must be a whole number",
+            "capability store must be true or false (it is 1); "
+            "capability chunk_tokens must be a whole number (it is 'four')",
         ),
         ("conector = 'a:B'", "unknown setting 'conector'; did you mean 'connector'?"),
         (
@@ -217,7 +217,9 @@ class TestEnvironment:
         [
             ("mine.py:Conn", "did you mean mine:Conn?"),
             ("below/theirs.py:Conn", "did you mean theirs:Conn with --pythonpath below?"),
-            ("below/theirs.py", "did you mean theirs:MyConnector with --pythonpath below?"),
+            ("below/theirs.py", "did you mean theirs:Theirs with --pythonpath below?"),
+            ("mine.py", "add its class, as mine:MyConnector"),
+            ("pkg/inside/conn.py:Conn", "did you mean pkg.inside.conn:Conn?"),
             ("theirs:Conn", "or give --pythonpath {here}/below"),
             ("none.py:Conn", "there is no package 'none'"),
         ],
@@ -227,9 +229,16 @@ class TestEnvironment:
     ) -> None:
         from kvconform.config.exists import check_connector_name
 
-        (tmp_path / "below").mkdir()
-        for file in ("mine.py", "below/theirs.py"):
-            (tmp_path / file).touch()
+        files = {
+            "mine.py": "",
+            "below/theirs.py": "class Theirs(KVConnectorBase_V1): pass",
+            "pkg/__init__.py": "",
+            "pkg/inside/__init__.py": "",
+            "pkg/inside/conn.py": "",
+        }
+        for file, text in files.items():
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).write_text(text, encoding="utf-8")
         monkeypatch.chdir(tmp_path)
         with pytest.raises(UsageError) as error:
             check_connector_name(connector)

@@ -13,6 +13,7 @@ import pytest
 
 from kvconform.config.target import Target
 from kvconform.contract.case import Case
+from kvconform.contract.events import NO_OWNER
 from kvconform.contract.loader import load_spec
 from kvconform.contract.trace import Trace
 from kvconform.judge.engine_bugs import lost, note_unfilled
@@ -170,6 +171,24 @@ def test_a_step_that_was_scheduled_before_the_failure_arrived_is_no_bug() -> Non
     assert lost(numbered(START, FAILED, reader, rollback(0, 0, 13))) is None
     found = lost(numbered(START, FAILED, rollback(0, 0, 13), reader))
     assert found is not None and "read shared blocks" in found.why
+
+
+@pytest.mark.parametrize(
+    ("between", "is_lost"),
+    [
+        ([], True),
+        ([{"kind": "block", "op": "alloc", "id": 5, "owner": "c"}], False),
+        # It was handed out for the step in which its request lost its place.
+        ([{"kind": "block", "op": "alloc", "id": 5, "owner": NO_OWNER}], True),
+    ],
+)
+def test_blocks_of_a_step_that_their_request_lost_its_place_in(
+    between: list[dict[str, Any]], is_lost: bool
+) -> None:
+    displaced = {"kind": "req.displaced", "req": "a", "published": [5]}
+    found = lost(numbered(START, displaced, *between, alloc(4, 5)))
+    assert (found is not None and found.who == (None, "b")) == is_lost
+    assert lost(numbered(START, displaced, *between, alloc(4))) is None
 
 
 def ended(step: int, kind: str = "req.finished", generation: int = 0) -> dict[str, Any]:
