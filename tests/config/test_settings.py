@@ -95,7 +95,7 @@ def test_expected_failures(tmp_path: Path) -> None:
         (
             "[capabilities]\nstore = 1\nhma = true\nchunk_tokens = 'four'",
             "capability store must be true or false (it is 1); "
-            "capability chunk_tokens must be a whole number (it is 'four')",
+            "capability chunk_tokens must be a whole number above 0 (it is 'four')",
         ),
         ("conector = 'a:B'", "unknown setting 'conector'; did you mean 'connector'?"),
         (
