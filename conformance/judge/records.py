@@ -230,6 +230,9 @@ class CaseReport:
             description="the whole run, packed for the timeline of report.html, if something failed"
         ),
     ] = None
+    works_aside: Annotated[
+        bool, Field(description="whether the connector had threads or processes of its own")
+    ] = False
     harness_error: str | None = None
     rows: SkipJsonSchema[list[Row]] = field(default_factory=list)
     capabilities: SkipJsonSchema[dict[str, Any]] = field(default_factory=dict)

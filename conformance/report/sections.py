@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from kvconform.judge.records import CaseReport, Row, Verdict
+from kvconform.judge.records import CaseReport, Row
 from kvconform.report.causes import (
     NO_VLLM,
     PROCESS_RULE,
@@ -38,8 +38,8 @@ EXPLAINED = 5
 THREADS = "lifecycle.threads-end"
 """The requirement on threads that a connector leaves."""
 TIMING = (
-    "The connector has threads of its own: what they do may differ from run to run, and the command"
-    " above may pass."
+    "The connector has threads or processes of its own: what they do may differ from run to run,"
+    " and the command above may pass."
 )
 CONSEQUENCES = 4
 """Number of consequences of a root cause that are described."""
@@ -178,20 +178,9 @@ def _whole(
     paragraph(console, "evidence", first.evidence)
     _also(console, group, LISTED if most is None else FEW)
     command(console, "reproduce", reproduction_words(collector, first))
-    if _has_threads(collector.reports, first):
+    report = collector.reports.get(first.run)
+    if first.requirement != THREADS and report is not None and report.works_aside:
         paragraph(console, "timing", TIMING)
-
-
-def _has_threads(reports: Mapping[str, CaseReport], row: Row) -> bool:
-    """Return whether threads of the connector went on after the run that a row is about."""
-    report = reports.get(row.run)
-    return (
-        row.requirement != THREADS
-        and report is not None
-        and any(
-            each.requirement == THREADS and each.verdict is Verdict.FAIL for each in report.rows
-        )
-    )
 
 
 def _folded(

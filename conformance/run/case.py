@@ -99,6 +99,7 @@ def run_and_judge(
             row for row in rows if not brief or row.exercised or row.verdict not in SAYS_NOTHING
         ]
         report.unmet = made.unmet
+        report.works_aside = isinstance(main, Run) and main.works_aside
         report.trace = list(main.trace)
         report.excerpts = excerpts(rows, main.trace)
         return report

@@ -513,7 +513,7 @@ class Driver:
             return
         device.current.catch_up()
         if alive.works_aside():
-            self.state.hurried = True
+            self.state.hurried = self.state.works_aside = True
             if self.rests:
                 time.sleep(REST)
         if self.rests:
@@ -648,6 +648,7 @@ class Driver:
     def close(self, *, shut_down: bool, crashed: bool = False) -> None:
         """Emit run.end and, with `shut_down`, shut the connector down."""
         device.current.catch_up()
+        self.state.works_aside = self.state.works_aside or alive.works_aside()
         dead_threads.emit()
         self._conclude_cache(sizes=True)
         if self.engine.ledger.leaked():

@@ -26,6 +26,7 @@ from kvconform.engine.engine import Engine
 from kvconform.kv.provenance import ROOT, PartMemory, extend, text_id
 from kvconform.observe.call import Call
 from kvconform.observe.telemetry import HashBook
+from kvconform.process import alive
 from kvconform.run import dead_threads
 from kvconform.run.driver import Driver
 from kvconform.run.records import common_prefix
@@ -455,6 +456,7 @@ class PairDriver(Driver):
 
     def close(self, *, shut_down: bool, crashed: bool = False) -> None:
         """Emit run.end for every engine, then shut them down unless the case did that already."""
+        self.state.works_aside = self.state.works_aside or alive.works_aside()
         dead_threads.emit()
         if not crashed:
             self.handovers.end()

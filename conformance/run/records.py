@@ -58,6 +58,7 @@ class Progress:
     `infos`, `generations` and `reloads` are keyed by request id, the other maps by the case's name
     of a request. `reloads` has the requests that repeat the content of another one. `hurried`:
     stored content was asked for while connectors had threads or processes, which may be storing.
+    `works_aside`: connectors had some then, or at the end.
     """
 
     memory: Memory = field(default_factory=Memory)
@@ -70,6 +71,7 @@ class Progress:
     generations: dict[str, int] = field(default_factory=dict)
     reloads: dict[str, Reload] = field(default_factory=dict)
     hurried: bool = False
+    works_aside: bool = False
 
 
 @dataclass(kw_only=True)
@@ -130,7 +132,7 @@ class Run:
     `caps` are the capabilities that it is judged by, and `channels` the kinds of events that the
     engine observes. `unmet` has the stimuli that did not happen. `traceback` is that of a crash.
     `lacks` says what could not be judged: what the device does not support, refused settings, a
-    stand-in that was called, damage that found nothing. `hurried`: see Progress.
+    stand-in that was called, damage that found nothing. `hurried`, `works_aside`: see Progress.
     """
 
     variant: Variant
@@ -143,13 +145,14 @@ class Run:
     traceback: str | None = None
     lacks: str | None = None
     hurried: bool = False
+    works_aside: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run as JSON data, without variant, relation and capabilities.
 
         The process that asked for the run knows these.
         """
-        sent = ("trace", "harness_error", "unmet", "traceback", "lacks", "hurried")
+        sent = ("trace", "harness_error", "unmet", "traceback", "lacks", "hurried", "works_aside")
         return {name: getattr(self, name) for name in sent} | {"channels": sorted(self.channels)}
 
     @classmethod

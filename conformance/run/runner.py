@@ -233,7 +233,8 @@ def _drive(
         if driver is not None:
             driver.damager.until_end.close()
         note_unfilled(trace)
-        run.hurried = driver is not None and driver.state.hurried
+        if driver is not None:
+            run.hurried, run.works_aside = driver.state.hurried, driver.state.works_aside
         engines = driver.all_engines if driver is not None else ()
         if any(shows_plans(engine.inspector) for engine in engines):
             run.channels |= {"plan"}
