@@ -27,6 +27,7 @@ _CAME_UP: dict[str, Callable[[Event], bool]] = {
         e["kind"] in ("req.scheduled", "req.interrupted") and bool(e.get("placeholders"))
     ),
     "reset": lambda e: e["kind"] == "cache.reset",
+    "reset of the connector": lambda e: e["kind"] == "cache.reset" and bool(e["connector"]),
     "abort": lambda e: e["kind"] == "req.state" and e["to"] == "FINISHED_ABORTED",
     "write over a hit": lambda e: (
         e["kind"] == "kv.changed" and bool(e["shared"] or e["over_computed"])
@@ -50,6 +51,7 @@ WORDS = {
     "drafts": ("draft",),
     "placeholders": ("placeholder",),
     "reset": ("reset",),
+    "reset of the connector": ("reset of its cache",),
     "abort": ("abort",),
     "write over a hit": ("over the local hit",),
     "write to a lost block": ("request go on",),
