@@ -627,6 +627,18 @@ def _tokens(e: Event) -> str:
     )
 
 
+def _displaced(e: Event) -> str:
+    text = f"request {e['req']}, computed to token {e['computed']}, lost its place in the step"
+    if not e["published"]:
+        return text
+    blocks = (
+        f"block {spans(e['published'])}"
+        if len(e["published"]) == 1
+        else (f"blocks {spans(e['published'])}")
+    )
+    return f"{text}; the prefix cache keeps its {blocks}, which nothing computes to the end"
+
+
 def _embedding(e: Event) -> str:
     return (
         f"request {e['req']} (phase {e['phase']}, prompt of {many(e['prompt'], 'token')}): value"
@@ -765,6 +777,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "run.end": _end,
     "live.tokens": _tokens,
     "live.embedding": _embedding,
+    "req.displaced": _displaced,
     "live.load": _live_load,
     "live.end": _live_end,
     "live.entered": _entered,
