@@ -32,7 +32,7 @@ transfer ends the engine.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -237,9 +237,7 @@ def losses(trace: Iterable[Mapping[str, Any]]) -> Iterator[Loss]:
                 displaced.discard((e.get("on"), e["id"]))
         elif kind == "req.displaced":
             displaced.update((e.get("on"), block) for block in e["published"])
-        elif kind == "alloc" and not displaced.isdisjoint(
-            (e.get("on"), block) for block in e["shared_blocks"]
-        ):
+        elif displaced and kind == "alloc" and _shares(e, displaced):
             yield _loss(e, UNCOMPUTED)
         if kind == "req.finished" or (kind == "req.state" and e["to"] == "PREEMPTED"):
             for each in (tables, rows, most):
@@ -291,6 +289,11 @@ def losses(trace: Iterable[Mapping[str, Any]]) -> Iterator[Loss]:
             sources = (failed.get((e.get("on"), block)) for block in e["unfilled"])
             if any(req not in unheard for req in sources):
                 yield _loss(e, READ)
+
+
+def _shares(alloc: Mapping[str, Any], blocks: Set[Key]) -> bool:
+    """Return whether an alloc takes one of these blocks from the prefix cache."""
+    return any((alloc.get("on"), block) in blocks for block in alloc["shared_blocks"])
 
 
 def _loss(e: Mapping[str, Any], why: str) -> Loss:

@@ -301,5 +301,5 @@ def test_counters_of_its_own_are_compared(cls: type, engine: Engine, tmp_path: P
 
 @pytest.mark.parametrize("wrong", [["bytes"], {"hits": ["hits"]}, {"bytes_loaded": "bytes"}])
 def test_a_wrong_declaration_is_refused(wrong: Any) -> None:
-    with pytest.raises(UsageError, match="capability metrics .* must be a mapping of bytes_loaded"):
+    with pytest.raises(UsageError, match="capability metrics must be a mapping of bytes_loaded"):
         complete({"metrics": wrong})
