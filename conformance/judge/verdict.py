@@ -278,8 +278,8 @@ class _Strangers:
                 adapter = event["adapter"]
                 own = None if adapter is None else (adapter["name"], adapter["path"])
                 tenants.add((event["salt"], own))
-                named.add((*who, event["generation"]))
-            elif (*who, event["generation"]) not in named:
+                named.add((*who, event.get("generation", 0)))
+            elif (*who, event.get("generation", 0)) not in named:
                 tenants.add(NO_TENANT)
         self._lost = [loss.who for loss in losses(trace)]
 
