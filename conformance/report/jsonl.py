@@ -315,6 +315,8 @@ def read(place: str | Path) -> Report:
     UsageError if there is no report, or it is damaged.
     """
     path = Path(place)
+    if not path.exists():
+        raise UsageError(f"there is no {place}")
     path = path / NAME if path.is_dir() else path
     try:
         text = path.read_text(encoding="utf-8")

@@ -220,8 +220,11 @@ def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "report.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match="not a line of a report"):
         read(str(tmp_path))
-    with pytest.raises(UsageError, match="has no readable report.jsonl"):
+    with pytest.raises(UsageError, match="there is no .*nowhere"):
         read(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="has no readable report.jsonl"):
+        read(str(tmp_path / "empty"))
 
 
 def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
