@@ -19,7 +19,7 @@ from kvconform.dev.mutants.subject import lacks, subjects
 from places import ROOT
 
 RECORDED = ROOT / page.RESULTS
-SAMPLE = 3
+SAMPLE = 2
 """Mutants of each subject."""
 
 
