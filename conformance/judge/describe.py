@@ -631,12 +631,9 @@ def _displaced(e: Event) -> str:
     text = f"request {e['req']}, computed to token {e['computed']}, lost its place in the step"
     if not e["published"]:
         return text
-    blocks = (
-        f"block {spans(e['published'])}"
-        if len(e["published"]) == 1
-        else (f"blocks {spans(e['published'])}")
-    )
-    return f"{text}; the prefix cache keeps its {blocks}, which nothing computes to the end"
+    noun = "block" if len(e["published"]) == 1 else "blocks"
+    blocks = spans(e["published"])
+    return f"{text}; the prefix cache keeps its {noun} {blocks}, which nothing computes to the end"
 
 
 def _embedding(e: Event) -> str:

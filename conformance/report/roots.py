@@ -218,8 +218,8 @@ def _magnitude(root: Root, found: Sequence[Root]) -> int:
     """Return in how many runs a root cause fails, as `Root.magnitude` has it.
 
     Wrong KV counts for at least as many runs as missing KV does: what goes wrong with a save also
-    loses what it saves, and says more about it. It also counts for as many as failures of form, as
-    threads that are left behind: these harm nobody's answers.
+    loses what it saves, and says more about it. It also counts for as many runs as failures of form
+    do. Those change no answer; an example is a thread that is left behind.
     """
     here = stage(root.row)
     if here not in WRONG and root.row.requirement not in CLAIMS:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvconform.refimpl.keys import chunk_extras, digest, request_key
+from kvconform.refimpl.keys import chunk_extras, request_key
 from kvconform.refimpl.plan import Save
 from kvconform.refimpl.variants.blending import CONTEXT, Blending, PlacedPiece
 
@@ -17,12 +17,8 @@ from kvconform.refimpl.variants.blending import CONTEXT, Blending, PlacedPiece
 class FindsOtherTokens(Blending):
     """Makes a chunk's key of its first token only."""
 
-    def _keys(self, request: Any, keys: list[str], end: int) -> Sequence[str]:
-        chunk = self.options.chunk_tokens
-        for start in range(len(keys) * chunk, end - chunk + 1, chunk):
-            first = array("q", request.all_token_ids[start : start + 1]).tobytes()
-            keys.append(digest(self._root, first).hex())
-        return keys
+    def _parts(self, request: Any, tokens: array[int], start: int) -> Sequence[bytes | str]:
+        return self._root, tokens[:1].tobytes()
 
 
 class KeepsPositions(Blending):
@@ -68,22 +64,13 @@ class RecomputesNothing(Blending):
 class PlacesImagesInPrompts(Blending):
     """Says in a chunk's key where its images are in the prompt, not where they are in the chunk."""
 
-    def _keys(self, request: Any, keys: list[str], end: int) -> Sequence[str]:
-        chunk = self.options.chunk_tokens
-        root = request_key(self._root, request)
-        for start in range(len(keys) * chunk, end - chunk + 1, chunk):
-            tokens = array("q", request.all_token_ids[start : start + chunk]).tobytes()
-            extras = chunk_extras(request, 0, start + chunk)
-            keys.append(digest(root, tokens, *extras).hex())
-        return keys
+    def _parts(self, request: Any, tokens: array[int], start: int) -> Sequence[bytes | str]:
+        extras = chunk_extras(request, 0, start + len(tokens))
+        return request_key(self._root, request), tokens.tobytes(), *extras
 
 
 class BlendsTenants(Blending):
     """Makes a chunk's key of its own tokens, and not of the request's cache salt."""
 
-    def _keys(self, request: Any, keys: list[str], end: int) -> Sequence[str]:
-        chunk = self.options.chunk_tokens
-        for start in range(len(keys) * chunk, end - chunk + 1, chunk):
-            tokens = array("q", request.all_token_ids[start : start + chunk]).tobytes()
-            keys.append(digest(self._root, tokens).hex())
-        return keys
+    def _parts(self, request: Any, tokens: array[int], start: int) -> Sequence[bytes | str]:
+        return self._root, tokens.tobytes()

@@ -107,13 +107,16 @@ class Blending(ReferenceConnector):
         if self._is_quantised:
             return super()._keys(request, keys, end)
         chunk = self.options.chunk_tokens
-        root = request_key(self._root, request)
         for start in range(len(keys) * chunk, end - chunk + 1, chunk):
-            tokens = array("q", request.all_token_ids[start : start + chunk]).tobytes()
-            before = chunk_extras(request, 0, start)
-            inside = chunk_extras(request, start, start + chunk)
-            keys.append(digest(root, *before, tokens, *inside).hex())
+            tokens = array("q", request.all_token_ids[start : start + chunk])
+            keys.append(digest(*self._parts(request, tokens, start)).hex())
         return keys
+
+    def _parts(self, request: Request, tokens: array[int], start: int) -> Sequence[bytes | str]:
+        """Return what the key of a chunk, which has these tokens and begins at `start`, covers."""
+        before = chunk_extras(request, 0, start)
+        inside = chunk_extras(request, start, start + len(tokens))
+        return request_key(self._root, request), *before, tokens.tobytes(), *inside
 
     def _claim(self, request: Request, found: int) -> int:
         """Leave the declared part of the tokens behind the first reused chunk to the engine."""
