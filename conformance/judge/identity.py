@@ -126,6 +126,13 @@ def differing(trace: Sequence[Event], event: Event) -> list[dict[str, str]]:
     return found if restarted(trace) or found[0]["what"] != MODEL else []
 
 
+def tenant(trace: Sequence[Event], event: Event) -> tuple[Any, ...]:
+    """Return the cache salt, and the adapter's name and path, of the request of an event."""
+    known = _known(trace, event["req"], event.get("generation", 0))
+    adapter = known["adapter"]
+    return known["salt"], *(() if adapter is None else (adapter["name"], adapter["path"]))
+
+
 def namesake_of(trace: Iterable[Event], lookup: Event) -> Event | None:
     """Return the event that names the request whose KV a lookup claims; None if there is none."""
     told = ("lookup", "lookup.namesake")

@@ -8,8 +8,8 @@ conformant, and whether a failure was expected, is decided in kvconform.judge.ag
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from kvconform.contract.events import ENGINE_FIELD
 from kvconform.contract.requirement import Requirement
@@ -17,6 +17,7 @@ from kvconform.contract.situation import situations
 from kvconform.contract.trace import Event, settings_on
 from kvconform.judge.engine_bugs import losses, lost
 from kvconform.judge.evaluate import evaluate
+from kvconform.judge.identity import tenant
 from kvconform.judge.monitor import Monitor, Violation
 from kvconform.judge.records import MUST, Row, Verdict
 from kvconform.judge.relation import relate_runs
@@ -209,7 +210,7 @@ def _excuse(
 
     An obligation that was open then may be one that the engine gave no more chance to meet. This
     also concerns comparisons with such a run. What a request is given is no such obligation if it
-    can have nothing of those that were lost (`_Strangers`). Guarantees keep their verdicts, but
+    can have nothing of those that were lost (`_strangers`). Guarantees keep their verdicts, but
     what is taken back did not mislead the engine. An engine whose objects the connector had changed
     before is no excuse. Changes the rows.
     """
@@ -221,7 +222,6 @@ def _excuse(
         del since["connector"]
     if not since:
         return
-    strangers = _Strangers(runs["connector"].trace)
     excused: set[str] = set()
     kept: list[Row] = []
     for req, row in watched:
@@ -234,8 +234,8 @@ def _excuse(
         about_all = req.relate is not None or row.event is None
         if not about_all and blame.detected[req.id] < loss.seq:
             continue
-        if not about_all and req.id.startswith(GIVEN):
-            violation = next(filter(strangers.are_in, found[req.id].violations), None)
+        if not about_all:
+            violation = next(_strangers(runs["connector"].trace, req, found[req.id]), None)
             if violation is not None:
                 blame.settle_on(req, row, violation)
                 kept.append(row)
@@ -253,45 +253,21 @@ def _excuse(
             row.verdict, row.blocked_by = Verdict.FAIL, None
 
 
-_Tenant: TypeAlias = tuple[str | None, tuple[str, str] | None]
-"""A cache salt, and an adapter's name and path."""
-NO_TENANT: _Tenant = (None, None)
+def _strangers(trace: Sequence[Event], req: Requirement, monitor: Monitor) -> Iterator[Violation]:
+    """Yield the violations about what a request is given that has nothing of a lost request.
 
-
-class _Strangers:
-    """The requests of a run that can have nothing of those that the engine lost track of.
-
-    They have another cache salt or another adapter, so that neither vLLM nor a connector may give
-    them any of the KV that came of the loss.
+    It has another cache salt or another adapter than all of these, so that neither vLLM nor a
+    connector may give it any of the KV that came of the loss.
     """
-
-    def __init__(self, trace: Sequence[Event]) -> None:
-        # By id: several requests may have had it, one after the other.
-        self._tenants: dict[tuple[str | None, str], set[_Tenant]] = {}
-        named: set[tuple[str | None, str, int]] = set()
-        for event in trace:
-            if event["kind"] not in ("request.identity", "lookup"):
-                continue
-            who = event.get(ENGINE_FIELD), event["req"]
-            tenants = self._tenants.setdefault(who, set())
-            if event["kind"] == "request.identity":
-                adapter = event["adapter"]
-                own = None if adapter is None else (adapter["name"], adapter["path"])
-                tenants.add((event["salt"], own))
-                named.add((*who, event.get("generation", 0)))
-            elif (*who, event.get("generation", 0)) not in named:
-                tenants.add(NO_TENANT)
-        self._lost = [loss.who for loss in losses(trace)]
-
-    def are_in(self, violation: Violation) -> bool:
-        """Return whether a violation is about such a request."""
-        if violation.req is None or None in self._lost:
-            return False
-        own = self._of((violation.engine, violation.req))
-        return all(own.isdisjoint(self._of(who)) for who in self._lost if who is not None)
-
-    def _of(self, who: tuple[str | None, str]) -> set[_Tenant]:
-        return self._tenants.get(who) or {NO_TENANT}
+    if not req.id.startswith(GIVEN):
+        return
+    found = list(losses(trace))
+    if any(loss.who is None for loss in found):
+        return
+    lost_tenants = {tenant(trace, trace[loss.seq]) for loss in found}
+    for violation in monitor.violations:
+        if violation.req is not None and tenant(trace, trace[violation.event]) not in lost_tenants:
+            yield violation
 
 
 def new_row(
