@@ -8,6 +8,7 @@ unrepaired vLLM does, so it fails when a new vLLM no longer does it.
 from __future__ import annotations
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from kvconform.compat.vllm_api import force_preemption
 from scheduler_rig import Ask, Rig, Setup
@@ -163,6 +164,18 @@ def test_the_window_of_a_token_that_is_computed_again_is_loaded() -> None:
     # position 11 reads the positions from 7 on
     assert [block > 0 for block in tables[0]] == [False, True, True]
     assert [block > 0 for block in tables[1]] == [False, False, True]
+
+
+def test_an_abort_frees_no_window_that_a_load_still_fills() -> None:
+    ask = Ask("r0", tuple(range(12)), answers=(("raw", (12, True)),), load_steps=3)
+    ours, theirs = pair(Setup(connector="ScriptedHMAConnector", windows=(0, 5)), ask)
+    for rig, held in ((ours, [False, True, True]), (theirs, [False, False, True])):
+        rig.step()
+        rig.s.finish_requests("r0", RequestStatus.FINISHED_ABORTED)
+        table = rig.s.kv_cache_manager.get_block_ids("r0")[1]
+        assert [block > 0 for block in table] == held
+        rig.run()
+        assert not rig.s.has_requests()
 
 
 def test_a_request_starts_over_if_it_has_not_the_window_before_what_failed() -> None:
