@@ -7,6 +7,7 @@ They are skipped where the package ray is missing.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -34,24 +35,43 @@ SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 """A node."""
 
 
-def two_nodes() -> Cluster:
+def two_nodes(**head: int) -> Cluster:
     """Start a cluster of this machine: a head node and another one, with a CPU each."""
-    cluster = Cluster(initialize_head=True, head_node_args=SMALL)
+    cluster = Cluster(initialize_head=True, head_node_args={**SMALL, **head})
     cluster.add_node(**SMALL)
     cluster.wait_for_nodes()
     return cluster
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Cluster]:
+def clients_port() -> int:
+    """Return the port at which the head node of `nodes` serves clients from outside."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def nodes(clients_port: int) -> Iterator[Cluster]:
     """Return a cluster, which the tests of this module share."""
-    cluster = two_nodes()
+    cluster = two_nodes(ray_client_server_port=clients_port)
     yield cluster
     cluster.shutdown()
 
 
 def work(**more: Any) -> Calls[Piece, object]:
     return Calls(do, folders=(str(RIGS),), fresh=True, **more)
+
+
+def listening(port: int) -> None:
+    """Wait until the server for clients listens; a cluster starts it and goes on."""
+    end = time.monotonic() + 120
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 10).close()
+        except OSError:
+            assert time.monotonic() < end, "the cluster's server for clients does not listen"
+            time.sleep(0.1)
+        else:
+            return
 
 
 def test_a_lost_node_costs_nothing_and_a_lost_process_its_piece(
@@ -92,19 +112,15 @@ def test_a_lost_node_costs_nothing_and_a_lost_process_its_piece(
             list(workers.run([("refuse", 3)]))
 
 
-def test_a_cluster_is_reached_from_a_machine_outside_of_it() -> None:
+def test_a_cluster_is_reached_from_a_machine_outside_of_it(
+    nodes: Cluster, clients_port: int
+) -> None:
     """By its address `ray://HOST:PORT`, whose server runs the pieces for its clients."""
-    port = free_port()
-    cluster = Cluster(
-        initialize_head=True, head_node_args={**SMALL, "ray_client_server_port": port}
-    )
+    listening(clients_port)
     pieces: list[Piece] = [("twice", 1), ("exit", 5), ("twice", 4)]
-    try:
-        with executor(Choice("ray", f"ray://127.0.0.1:{port}"), work(), "test", 1) as workers:
-            assert workers.count == 1
-            (_, first), (_, exited), (_, last) = workers.run(pieces)
-    finally:
-        cluster.shutdown()
+    with executor(Choice("ray", f"ray://127.0.0.1:{clients_port}"), work(), "test", 1) as workers:
+        assert workers.count == 1
+        (_, first), (_, exited), (_, last) = workers.run(pieces)
     assert (first, last) == (2, 8)
     assert isinstance(exited, Death) and exited.code == 5
 
