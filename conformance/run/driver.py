@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 from kvconform.compat.step import AnyText, build_request
 from kvconform.config.router import Checked
@@ -65,6 +65,8 @@ PAUSES = (0.0, 0.0, 0.001, 0.004, 0.016, 0.06, 0.1)
 """Seconds to wait before each repetition; the last one repeats. A busy server needs some time."""
 REST = 0.5
 """Seconds that a run with `rests` waits for what threads and processes are storing."""
+ENDING = 2.0
+"""Seconds that threads may take to end after a shutdown, on a machine that has much else to do."""
 REST_STEPS = 6
 """Steps without work that it does in addition, as a connector may store when it is polled."""
 MOST_STEPS = 2_000
@@ -97,6 +99,9 @@ class Driver:
     Owns the engines of the run, one after the other: a restart builds a new one with the same
     store.
     """
+
+    threads_stay: ClassVar[bool] = False
+    """Whether threads of a run in this process were left behind."""
 
     def __init__(
         self,
@@ -656,8 +661,7 @@ class Driver:
         end = self.trace.emit("run.end", **self._end_of(self.engine, crashed=crashed))
         if shut_down:
             self.shutdown()
-            # A thread may live until the shutdown.
-            self.trace.amend(end, threads=self.live_threads())
+        self.trace.amend(end, threads=self.left_threads())
 
     def _conclude_cache(self, *, sizes: bool) -> None:
         """Emit the last state, and `sizes`, of the cache behind this engine's connector."""
@@ -678,13 +682,25 @@ class Driver:
             free_blocks=engine.pool.get_num_free_blocks(),
             free_blocks_at_start=engine.blocks_at_start,
             request_objects_alive=engine.ledger.leaked(),
-            threads=self.live_threads(),
+            threads=0,  # known after the shutdown
             crashed=crashed,
         )
 
     def live_threads(self) -> int:
         """Count the threads that were started since the run began."""
         return len(set(threading.enumerate()) - self._threads_before)
+
+    def left_threads(self) -> int:
+        """Count the threads that are left after a shutdown, after a moment for those that end.
+
+        Where they stayed in spite of it, later runs of this process do not wait: these would wait
+        as well, once for each of hundreds of runs.
+        """
+        end = clock.monotonic() + ENDING
+        while not Driver.threads_stay and self.live_threads():
+            Driver.threads_stay = clock.monotonic() > end
+            give_time(0.002)
+        return self.live_threads()
 
     def may_work(self) -> bool:
         """Return whether connectors have threads, sockets or processes in this process."""

@@ -472,9 +472,9 @@ class PairDriver(Driver):
         ]
         if shut_down:
             self.shutdown()
-            # A thread may live until the shutdown.
-            for end in ends:
-                self.trace.amend(end, threads=self.live_threads())
+        threads = self.left_threads()
+        for end in ends:
+            self.trace.amend(end, threads=threads)
 
     def shutdown(self) -> None:
         """Shut down the connectors of every engine."""
