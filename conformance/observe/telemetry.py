@@ -234,6 +234,8 @@ class Telemetry:
         """Announcements that a withdrawal ends: those of all engines, which may share a store."""
         self.taken: list[Any] = []
         """The events of the last call, kept alive so that they can be compared by identity."""
+        self.grown = 0
+        """How many calls in a row began with all events of the one before, and had more."""
         self.last: dict[str, Any] = {}
         """The statistics that each half returned last."""
         self.metrics: Metrics | None = None
@@ -266,8 +268,14 @@ class Telemetry:
             return
         events = list(call.result)
         call.result = events  # a generator can be read only once
+        old = self.taken
+        if not old or events[: len(old)] != old:
+            self.grown = 0
+        elif len(events) > len(old):
+            self.grown += 1
+        again = len(old) if self.grown >= GROWN else 0
         self.publishes = self.publishes or bool(events)
-        for event in events:
+        for number, event in enumerate(events):
             op = _OPERATIONS.get(type(event).__name__, "other")
             hashes = list(getattr(event, "block_hashes", None) or [])
             tokens = list(getattr(event, "token_ids", None) or [])
@@ -283,7 +291,9 @@ class Telemetry:
                 keys=self.book.numbers(hashes),
                 tokens=len(tokens),
                 problem=problem or _shape(op, event, hashes, tokens, size),
-                repeated=any(event is other for other in self.taken),
+                # One object may stand for every reset.
+                repeated=number < again
+                or (op != "cleared" and any(event is other for other in old)),
             )
             ours = getattr(event, "group_idx", None) in (None, 0)
             if op == "stored" and ours:
@@ -504,6 +514,9 @@ class Telemetry:
             )
 
 
+GROWN = 2
+"""How often events must be handed out again, each time with more behind them, to count as a list
+that is never emptied: equal events may also come from two requests that store the same block."""
 _OPERATIONS = {
     "BlockStored": "stored",
     "BlockRemoved": "removed",

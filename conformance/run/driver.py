@@ -661,7 +661,7 @@ class Driver:
         end = self.trace.emit("run.end", **self._end_of(self.engine, crashed=crashed))
         if shut_down:
             self.shutdown()
-        self.trace.amend(end, threads=self.left_threads())
+        self.trace.amend(end, threads=self.left_threads(crashed=crashed))
 
     def _conclude_cache(self, *, sizes: bool) -> None:
         """Emit the last state, and `sizes`, of the cache behind this engine's connector."""
@@ -690,14 +690,15 @@ class Driver:
         """Count the threads that were started since the run began."""
         return len(set(threading.enumerate()) - self._threads_before)
 
-    def left_threads(self) -> int:
+    def left_threads(self, *, crashed: bool) -> int:
         """Count the threads that are left after a shutdown, after a moment for those that end.
 
         Where they stayed in spite of it, later runs of this process do not wait: these would wait
-        as well, once for each of hundreds of runs.
+        as well, once for each of hundreds of runs. Nor does one that `crashed`, which is not
+        judged by its threads.
         """
         end = clock.monotonic() + ENDING
-        while not Driver.threads_stay and self.live_threads():
+        while not (crashed or Driver.threads_stay) and self.live_threads():
             Driver.threads_stay = clock.monotonic() > end
             give_time(0.002)
         return self.live_threads()

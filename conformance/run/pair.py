@@ -472,7 +472,7 @@ class PairDriver(Driver):
         ]
         if shut_down:
             self.shutdown()
-        threads = self.left_threads()
+        threads = self.left_threads(crashed=crashed)
         for end in ends:
             self.trace.amend(end, threads=threads)
 

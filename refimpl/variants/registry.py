@@ -48,6 +48,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lazy": (f"{HERE}.saving:LazySaver", {}),
     "whole-prompt": (f"{HERE}.saving:WholePromptSaver", {}),
     "at-finish": (f"{HERE}.saving:AtFinish", {}),
+    "flushes-preempted": (f"{HERE}.flushing:FlushesPreempted", {}),
     "whole-chunks": (f"{HERE}.saving:WholeChunks", {"chunk_tokens": 16}),
     "stores-nothing": (f"{HERE}.saving:StoresNothing", {}),
     "selective": (f"{HERE}.saving:Selective", {}),
