@@ -25,7 +25,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvconform.compat.block_keys import ExtraKeys, extra_keys_of
 from kvconform.contract.events import ARGUMENTS
-from kvconform.contract.trace import Trace
+from kvconform.contract.trace import Event, Trace
 from kvconform.kv.provenance import ROOT, extend
 from kvconform.observe.announced import Announced
 from kvconform.observe.call import Call
@@ -234,8 +234,6 @@ class Telemetry:
         """Announcements that a withdrawal ends: those of all engines, which may share a store."""
         self.taken: list[Any] = []
         """The events of the last call, kept alive so that they can be compared by identity."""
-        self.grown = 0
-        """How many calls in a row began with all events of the one before, and had more."""
         self.last: dict[str, Any] = {}
         """The statistics that each half returned last."""
         self.metrics: Metrics | None = None
@@ -268,14 +266,8 @@ class Telemetry:
             return
         events = list(call.result)
         call.result = events  # a generator can be read only once
-        old = self.taken
-        if not old or events[: len(old)] != old:
-            self.grown = 0
-        elif len(events) > len(old):
-            self.grown += 1
-        again = len(old) if self.grown >= GROWN else 0
         self.publishes = self.publishes or bool(events)
-        for number, event in enumerate(events):
+        for event in events:
             op = _OPERATIONS.get(type(event).__name__, "other")
             hashes = list(getattr(event, "block_hashes", None) or [])
             tokens = list(getattr(event, "token_ids", None) or [])
@@ -292,8 +284,7 @@ class Telemetry:
                 tokens=len(tokens),
                 problem=problem or _shape(op, event, hashes, tokens, size),
                 # One object may stand for every reset.
-                repeated=number < again
-                or (op != "cleared" and any(event is other for other in old)),
+                repeated=op != "cleared" and any(event is other for other in self.taken),
             )
             ours = getattr(event, "group_idx", None) in (None, 0)
             if op == "stored" and ours:
@@ -401,6 +392,18 @@ class Telemetry:
             chain=self.book.numbers(self.book.between(request, 0, due)),
         )
 
+    def _never_served(self) -> None:
+        """Take back what a lookup ought to have announced if its load failed: that was not served.
+
+        What a thread has just stored may be gone again before the step's events are taken.
+        """
+        latest: dict[str, Event] = {}
+        for event in self.trace.events:
+            if event["kind"] == "events.lookup":
+                latest[event["req"]] = event
+            elif event["kind"] == "transfer.failed" and event["req"] in latest:
+                self.trace.amend(latest[event["req"]], untold=[])
+
     def _alone(self) -> bool:
         """Return whether no other engine of the run can have stored anything."""
         return self.first and _engines[self.trace] == 1
@@ -443,6 +446,7 @@ class Telemetry:
         """Record once, before the worker half is shut down, what came of the statistics."""
         if call.half != "worker":
             return
+        self._never_served()
         if not self.compared:
             self.compared = True
             self._compare()
@@ -514,9 +518,6 @@ class Telemetry:
             )
 
 
-GROWN = 2
-"""How often events must be handed out again, each time with more behind them, to count as a list
-that is never emptied: equal events may also come from two requests that store the same block."""
 _OPERATIONS = {
     "BlockStored": "stored",
     "BlockRemoved": "removed",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -101,15 +100,6 @@ class KeepsEvents(ReferenceConnector):
         kept: list[KVCacheEvent] = self.__dict__.setdefault("_kept", [])
         kept += super().take_events()
         return list(kept)
-
-
-class RebuildsEvents(ReferenceConnector):
-    """Builds the events of all steps so far, again in every step."""
-
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        kept: list[KVCacheEvent] = self.__dict__.setdefault("_kept", [])
-        kept += super().take_events()
-        return deepcopy(kept)
 
 
 class SilentEviction(ReferenceConnector):

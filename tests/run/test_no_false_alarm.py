@@ -454,3 +454,31 @@ def test_the_rest_of_a_granted_block_may_be_written_though_another_request_hits_
     assert failed(report) == []
     (row,) = (row for row in report.rows if row.requirement == "load.only-grant")
     assert row.verdict is Verdict.PASS and row.exercised
+
+
+class AnnouncesLate(ReferenceConnector):
+    """Announces what was there at the end of the step before, if it is there still."""
+
+    def take_events(self) -> Any:
+        before = self.__dict__.setdefault("_seen", set())
+        self._seen = {key for key in self._planned if self._store.has(key)}
+        later = {key: self._planned.pop(key) for key in self._seen - before}
+        events = super().take_events()
+        self._planned |= later
+        return events
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_what_is_lost_before_it_is_announced_was_not_served(lost: bool, tmp_path: Path) -> None:
+    add: Steps = [
+        {"drop-local": {}},
+        {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 2}},
+    ]
+    loses: Steps = [{"fail-load": {"req": "b", "positions": [0, 4, 8]}}] if lost else []
+    steps = [{"add": {"req": "a", "prompt": 13, "max_tokens": 1}}, {"step": 1}, *add, *loses]
+    case = make_case([*steps, RUN], config={"load_failure_policy": "fail", "kv_events": True})
+    report = judged(AnnouncesLate, case, tmp_path)
+    assert failed(report) == []
+    (found,) = [e for e in select(report.trace, "events.lookup") if e["req"] == "b"]
+    assert found["tokens"] > 0
+    assert bool(found["untold"]) is not lost
