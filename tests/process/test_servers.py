@@ -360,7 +360,7 @@ def judge(*_, **__):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("ending", ["", "interrupt", "kill"])
+@pytest.mark.parametrize("ending", ["", pytest.param("interrupt", marks=pytest.mark.long), "kill"])
 def test_every_worker_has_its_own_and_the_run_leaves_none(
     tmp_path: Path, mark: str, ending: str
 ) -> None:
