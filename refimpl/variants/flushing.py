@@ -16,6 +16,7 @@ from kvconform.refimpl.variants.saving import AtFinish
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
@@ -80,7 +81,13 @@ class FlushesPreempted(AtFinish):
         return super().request_finished(request, block_ids)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        super().handle_preemptions(kv_connector_metadata)
+        # Before blocks count as repaired whose load failed: what a request has of them is not.
         if isinstance(kv_connector_metadata, FlushingMetadata):
             for save in kv_connector_metadata.flushes:
                 self._save(kv_connector_metadata.epoch, save, self._layers)
+        super().handle_preemptions(kv_connector_metadata)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        if connector_output.invalid_block_ids:
+            self._ends.clear()  # whose tokens are computed again shows when they are scheduled
