@@ -443,13 +443,13 @@ class Telemetry:
         )
 
     def _total(self, call: Call) -> None:
-        """Record once, before the worker half is shut down, what came of the statistics."""
+        """Record once, before the worker half is shut down, what came of statistics and lookups."""
         if call.half != "worker":
             return
-        self._never_served()
         if not self.compared:
             self.compared = True
             self._compare()
+            self._never_served()
         if not self.returned:
             return
         self.trace.emit(

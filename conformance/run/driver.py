@@ -693,9 +693,9 @@ class Driver:
     def left_threads(self, *, crashed: bool) -> int:
         """Count the threads that are left after a shutdown, after a moment for those that end.
 
-        Where they stayed in spite of it, later runs of this process do not wait: these would wait
-        as well, once for each of hundreds of runs. Nor does one that `crashed`, which is not
-        judged by its threads.
+        Once threads have stayed, later runs of this process do not wait: their threads would stay,
+        too, and a connector has hundreds of runs. A run that `crashed` does not wait, either,
+        because its threads are not judged.
         """
         end = clock.monotonic() + ENDING
         while not (crashed or Driver.threads_stay) and self.live_threads():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from kvconform.execute.work import Calls
 from kvconform.live.served import free_port
 from pieces import Built, Piece, do
 from places import RIGS
+from warm_rig import wait_for
 
 pytest.importorskip("ray", reason="needs kvconform[ray]")
 clusters.ray()
@@ -61,17 +63,11 @@ def work(**more: Any) -> Calls[Piece, object]:
     return Calls(do, folders=(str(RIGS),), fresh=True, **more)
 
 
-def listening(port: int) -> None:
-    """Wait until the server for clients listens; a cluster starts it and goes on."""
-    end = time.monotonic() + 120
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 10).close()
-        except OSError:
-            assert time.monotonic() < end, "the cluster's server for clients does not listen"
-            time.sleep(0.1)
-        else:
-            return
+def listens(port: int) -> bool:
+    """Return whether a server listens at this port."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 10):
+        return True
+    return False
 
 
 def test_a_lost_node_costs_nothing_and_a_lost_process_its_piece(
@@ -116,7 +112,8 @@ def test_a_cluster_is_reached_from_a_machine_outside_of_it(
     nodes: Cluster, clients_port: int
 ) -> None:
     """By its address `ray://HOST:PORT`, whose server runs the pieces for its clients."""
-    listening(clients_port)
+    # A cluster starts this server, and does not wait for it.
+    wait_for(lambda: listens(clients_port), 120)
     pieces: list[Piece] = [("twice", 1), ("exit", 5), ("twice", 4)]
     with executor(Choice("ray", f"ray://127.0.0.1:{clients_port}"), work(), "test", 1) as workers:
         assert workers.count == 1

@@ -20,18 +20,16 @@ STOP = threading.Event()
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_threads_have_stayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver.Driver, "threads_stay", False)
 
 
 class EndsLater(ReferenceConnector):
     """Has a thread that ends a little after the shutdown."""
 
-    seconds = 0.1
-
     def shutdown(self) -> None:
         super().shutdown()
-        threading.Timer(self.seconds, int).start()
+        threading.Timer(0.1, int).start()
 
 
 class Leaves(ReferenceConnector):
@@ -45,10 +43,8 @@ class Leaves(ReferenceConnector):
 
 def left(name: str, folder: Path) -> int:
     """Return how many threads run.end says are left."""
-    [variant] = (
-        load_spec().cases["lifecycle.hook-order"].variants(["reference"], ["sync"], None)[:1]
-    )
-    run = run_variant(variant, Target(f"{__name__}:{name}", {}), seed=0, tmp=folder)
+    variants = load_spec().cases["lifecycle.hook-order"].variants(["reference"], ["sync"], None)
+    run = run_variant(variants[0], Target(f"{__name__}:{name}", {}), seed=0, tmp=folder)
     [end] = [event for event in run.trace if event["kind"] == "run.end"]
     threads: int = end["threads"]
     return threads

@@ -25,7 +25,7 @@ SAMPLE = 1
 def again(folder: Path, *arguments: str) -> tuple[int | None, str]:
     """Judge kills again whose results are in a folder; return the exit code and what was said.
 
-    In a process that has vLLM imported, which takes as long as all else.
+    The process is forked from one that has imported vLLM: the import takes longer than a mutant.
     """
     typed = ["mutants", "--kills", "--results", str(folder), "--executor", "here", *arguments]
     text = f"""
