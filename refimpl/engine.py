@@ -280,7 +280,11 @@ class Engine:
         self.inflight_prefills.discard(request)
         self.denied_once.discard(request)
         if self.connector is not None:
-            self.kv_cache_manager.free_passed(request, request.num_computed_tokens)
+            passed = request.num_computed_tokens
+            if delay_free:
+                # A load of the whole prompt, still under way, fills what its last token reads.
+                passed = min(passed, request.num_tokens - 1)
+            self.kv_cache_manager.free_passed(request, passed)
             covering = -(-request.num_computed_tokens // self.settings.block_size)
             tables = self.kv_cache_manager.get_block_ids(request.request_id)
             tables = tuple([table[:covering] for table in tables])

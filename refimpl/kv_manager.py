@@ -169,10 +169,9 @@ class KVManager:
     def free_passed(self, request: Request, computed: int) -> None:
         """Free the request's blocks that no layer reads behind `computed` tokens.
 
-        Steps in flight still read what the window will have passed when they have landed. A load
-        of the whole prompt, which may be under way, fills what its last token reads.
+        Steps in flight still read what the window will have passed when they have landed.
         """
-        landed = max(0, min(computed - request.num_in_flight_tokens, request.num_tokens - 1))
+        landed = max(0, computed - request.num_in_flight_tokens)
         for group in self.groups:
             group.free_passed(request.request_id, landed)
 

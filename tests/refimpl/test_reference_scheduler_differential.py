@@ -13,12 +13,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, example, given, note, settings
 
-from scheduler_rig import Setup, difference
+from scheduler_rig import Ask, Setup, difference
 from scheduler_workloads import play, workloads
 
 EXAMPLES = int(os.environ.get("KVCONFORM_SCHEDULER_EXAMPLES", "150"))
+
+# Drafts beyond the last token that is wanted are computed, too, and move the window on.
+DRAFTS_BEYOND_THE_END = (
+    Setup(scheduling="sync", num_blocks=9, max_seqs=1, spec=3, windows=(5,)),
+    [("add", Ask("r0", (0, 1, 2, 3), max_tokens=3, accepted=(0, 2))), ("more", "r0", (), 1)],
+)
 
 
 @settings(
@@ -26,6 +32,7 @@ EXAMPLES = int(os.environ.get("KVCONFORM_SCHEDULER_EXAMPLES", "150"))
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(workloads())
+@example(DRAFTS_BEYOND_THE_END)
 def test_both_schedulers_do_the_same(workload: tuple[Setup, list[tuple[Any, ...]]]) -> None:
     setup, events = workload
     ours, theirs = play("reference", setup, events), play("vllm", setup, events)
