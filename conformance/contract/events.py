@@ -856,9 +856,10 @@ _kind(
     "cache",
     "level:str bytes:int on_disk:int? kv:int fresh:bool block:int quantised:bool",
     "The size of a level at that time: bytes = what it reports; on_disk = that of the files in its "
-    "directory (None: it has none); kv = bytes in the engine of all different KV that the run "
-    "computed, on all ranks; fresh = the level was empty when the engine started; block = tokens "
-    "per block; quantised = the engine has one byte per value.",
+    "directory (None: it has none, or a process was killed that wrote there); kv = bytes in the "
+    "engine of all different KV that the run computed, on all ranks; fresh = the level was empty "
+    "when the engine started; block = tokens per block; quantised = the engine has one byte per "
+    "value.",
 )
 
 # -- engine `live`: only a run of the complete vLLM has these

@@ -237,6 +237,25 @@ def damaged(dice: Dice, block: int) -> Scene:
     return Scene(steps, length + block + 3, {"load_failure_policy": "fail"})
 
 
+def killed(dice: Dice, block: int) -> Scene:
+    """Kill the process while it saves a prompt, and ask its successor for what it has stored.
+
+    The first request makes what is made once, the second one shows how a save goes.
+    """
+    length = dice.number(1, 4) * block + dice.pick([0, 1, 2])
+    steps = [_add("z", length, 1), *DROP, _add("a", length, 1), *DROP]
+    if dice.one_in(3):
+        steps.append(_add("n", dice.number(1, 2 * block), dice.number(1, 6)))
+        steps += [{"step": dice.number(1, 3)}] * dice.number(0, 1)
+    steps += [_add("b", length, dice.number(1, 3))]
+    steps.append({"restart": {"killed_at": dice.pick([0.2, 0.4, 0.6, 0.8])}})
+    steps += [_add("c", {"same": "b"}, 2)]
+    if dice.one_in(2):
+        steps.append(_add("d", {"of": "b", "then": dice.number(1, block)}, 2))
+    steps += [_add("e", {"same": "a"}, 2), *DROP, _add("f", {"same": "b"}, 2, reloads="c"), RUN]
+    return Scene(steps, length + block + 6, {"budget": dice.pick([64, block + 1])}, "persistent")
+
+
 def full_disk(dice: Dice, block: int) -> Scene:
     """Fill the disk after a prompt was stored; ask for it, and for what is saved from then on."""
     length = dice.number(2, 4) * block + dice.pick([0, 1, 2])
@@ -375,6 +394,7 @@ SCENES = (
     Kind(engines_in_turn),
     Kind(with_grammar, ("vllm",)),
     Kind(damaged),
+    Kind(killed),
     Kind(full_disk),
     Kind(forbidden),
     Kind(reset_in_chunk),

@@ -113,6 +113,11 @@ class CacheObserver:
         self._quantised = quantised
         # Levels that had something when the engine started.
         self._used = {size["name"] for size in self._sizes() if size["bytes"]}
+        # A process that was killed has left what it was writing.
+        self._leftovers = any(
+            event["kind"] == "engine.lifecycle" and event["op"] == "killed"
+            for event in trace.events
+        )
 
     def listen(self, probe: Probe) -> None:
         """Look at the cache after every lookup."""
@@ -271,10 +276,13 @@ class CacheObserver:
             )
 
     def _measured(self) -> list[tuple[Mapping[str, Any], int | None]]:
-        """Return the sizes of the levels, each with the bytes of its files, if it has a path."""
+        """Return the sizes of the levels, each with the bytes of its files, if it has a path.
+
+        None where a killed process may have left other files.
+        """
         found = []
         for size in self._sizes():
-            folder = size.get("path")
+            folder = None if self._leftovers else size.get("path")
             found.append((size, sum(sizes_below(Path(folder), links=True)) if folder else None))
         return found
 

@@ -155,6 +155,8 @@ def run_first_part(
             assert driver is not None
             driver.engine.ranks.leader.worker.sample()  # its step has computed what was being saved
             trace.emit("engine.lifecycle", **lifecycle("killed"))
+            # The successor's steps follow those that were scheduled already, too.
+            trace.step = max([trace.step, *(flight.step for flight in driver.engine.queue)])
             theirs.send_bytes(left(driver))
             os._exit(0)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvconform.contract.events import lifecycle
 from kvconform.contract.trace import Trace
 from kvconform.errors import UsageError
 from kvconform.files import sizes_below
@@ -54,6 +55,13 @@ def test_sizes_are_those_at_the_end_and_files_are_measured(tmp_path: Path) -> No
     )
     assert (disk["bytes"], disk["on_disk"], disk["fresh"]) == (90, 80, False)
     assert (disk["kv"], disk["block"]) == (4096, 16)
+
+
+def test_files_that_a_killed_process_has_left_are_not_measured(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.emit("engine.lifecycle", **lifecycle("killed"))
+    CacheObserver(trace, Inspector(tmp_path), {}, 16, lambda: 4096).measure(1.0)
+    assert [e["on_disk"] for e in trace.events if e["kind"] == "cache.size"] == [None, None]
 
 
 def test_sizes_that_threads_still_change_are_awaited(tmp_path: Path) -> None:

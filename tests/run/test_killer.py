@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvconform.config.target import Target
+from kvconform.contract.case import Case
 from kvconform.contract.loader import load_spec
 from kvconform.contract.steps import Killed
 from kvconform.contract.trace import Trace
@@ -93,3 +94,23 @@ def test_what_is_left_of_the_save_is_found(connector: str, tmp_path: Path) -> No
     assert failed[0] == failed[1], "the same place in every run"
     assert set(failed[0]) == (set() if connector == REFERENCE else {"save.confirmed"})
     assert not [report.harness_error for report in reports if report.harness_error]
+
+
+def test_steps_after_the_kill_follow_those_that_were_in_flight(tmp_path: Path) -> None:
+    """Late workers are killed in a step behind which others are scheduled already."""
+    policies, matrix = ["late-workers"], {"scheduling": ["async"], "depth": [3]}
+    data = SPEC.cases["lifecycle.killed-midway"].model_dump(by_alias=True, exclude_defaults=True)
+    for step in data["steps"]:
+        if "add" in step:
+            step["add"]["max_tokens"] = 4
+    changes = {"policies": policies, "matrix": matrix, "expect": []}
+    case = Case.model_validate(data | changes)
+    target = Target(REFERENCE, {"store": "{tmp}/store"})
+    report = run_and_judge(case.variants(["reference"])[0], target, SPEC, seed=0, tmp=tmp_path)
+    assert not report.harness_error
+    kill = next(i for i, event in enumerate(report.trace) if event.get("op") == "killed")
+    before, after = report.trace[:kill], report.trace[kill + 1 :]
+    last = max(event["step"] for event in before)
+    assert last > report.trace[kill]["step"]
+    assert min(event["step"] for event in after) >= last
+    assert not [row.requirement for row in report.rows if row.verdict == "FAIL"]
