@@ -146,6 +146,12 @@ class Start(Model):
     )
     priority: bool = Field(default=False, description="scheduling by priority")
 
+    @model_validator(mode="after")
+    def _every_sequence_fits(self) -> Start:
+        if self.budget < self.max_seqs:
+            raise ValueError("vLLM wants a budget of one token at least for each of max_seqs")
+        return self
+
 
 class Prompt(Model):
     """A prompt of random token ids.
@@ -341,6 +347,12 @@ class Scenario(Model):
             raise ValueError("needs a workload, requests of its own, or a pair")
         if self.pair == "requests" and not self.requests:
             raise ValueError("pair `requests` needs `requests`")
+        places = {place for place, request in enumerate(self.requests) if request.own is None}
+        if taken := places & {request.own for request in self.requests}:
+            raise ValueError(
+                f"`own: {min(taken)}` is the place of a request that has no `own`, "
+                "and would be taken for that one"
+            )
         if self.pair is None and any(request.early for request in self.requests):
             raise ValueError("`early` needs a pair: without one there is no producer")
         if "preemptions" in self.due and self.start.blocks > 64:

@@ -90,6 +90,20 @@ class OneTokenIsDecode(ReferenceConnector):
         return 0
 
 
+class OneTokenEndsPrefill(ReferenceConnector):
+    """Takes a request with one token in a step for one that decodes, whose prompt is computed.
+
+    So it stores a block of the prompt before its tokens are computed.
+    """
+
+    def _save_bound(self, request: Request, computed: int, scheduled: int) -> int:
+        bound = super()._save_bound(request, computed, scheduled)
+        if scheduled != 1:
+            return bound
+        table = self._tracked[request.request_id].table
+        return max(bound, min(request.num_prompt_tokens, len(table) * self._block_size))
+
+
 class StopsBeforeTheLastToken(ReferenceConnector):
     """Saves a prompt up to its last token: a block that ends there is left out.
 

@@ -79,6 +79,8 @@ def test_scenarios_take_the_place_of_cases() -> None:
         ({"id": "x", "text": "t", "workload": "w", "start": {"draft_model": True}}, "draft model"),
         ({"id": "x", "text": "t", "workload": "w", "start": {"block": 3}}, "block"),
         ({"id": "x", "text": "t", "workload": "w", "start": {"blocks": "3"}}, "blocks"),
+        ({"id": "x", "text": "t", "workload": "w", "start": {"budget": 7}}, "each of max_seqs"),
+        ({"id": "x", "text": "t", "requests": [{"own": 1}, {}]}, "`own: 1` is the place of"),
     ],
 )
 def test_a_scenario_that_makes_no_sense_does_not_load(data: dict[str, Any], sentence: str) -> None:
