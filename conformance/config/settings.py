@@ -363,37 +363,49 @@ def _table(path: Path) -> dict[str, Any] | None:
 
 
 def _validate(raw: dict[str, Any], place: str) -> Settings:
+    """Return the settings. UsageError with a line for each one that is wrong."""
     known = set(Settings.model_fields) - {"file"}
     if place != COMMAND_LINE:
         known -= {"arguments", "catalogue"}
     data = {}
+    wrong: dict[str, str] = {}
     for key, value in raw.items():
         name = key.replace("-", "_")
-        if name not in known:
+        if name in known:
+            data[name] = value
+        else:
             close = did_you_mean(name, known, 1, quoted=True)
-            raise UsageError(f"{place}: unknown setting {key!r}{close}")
-        data[name] = value
+            wrong[name] = f"{place}: unknown setting {key!r}{close}"
     if isinstance(data.get("expected_failures"), list):
         data["expected_failures"] = [_dates_as_text(entry) for entry in data["expected_failures"]]
     try:
         settings = Settings.model_validate(data)
-        complete(settings.capabilities)
-        return settings
+        if not wrong:
+            complete(settings.capabilities)
+            return settings
     except UsageError as error:
         where = "" if place == COMMAND_LINE else f"{place}: "
         raise UsageError(f"{where}{error.message}") from None
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        name, *below = map(str, problem["loc"])
-        if place == COMMAND_LINE:
-            where = "--" + _REPEATED.get(name, name).replace("_", "-")
-        else:
-            where = f"{place}: {'.'.join([name, *below])}"
-        sentence = in_words(problem["type"], problem["msg"])
-        given = f" (it is {problem['input']!r})"
-        if problem["type"] in ("missing", "extra_forbidden"):
-            given = ""
-        raise UsageError(f"{where}: {sentence[0].lower()}{sentence[1:]}{given}") from None
+        for problem in error.errors(include_url=False):
+            at = problem["loc"]
+            is_entry = len(at) > 1 and isinstance(at[1], int)  # others have an error for each type
+            wrong.setdefault(str(at if is_entry else at[0]), _in_a_sentence(problem, place))
+    raise UsageError("\n".join(wrong.values()))
+
+
+def _in_a_sentence(problem: Any, place: str) -> str:
+    """Return what pydantic found wrong with one setting, and where it is written."""
+    name, *below = map(str, problem["loc"])
+    if place == COMMAND_LINE:
+        where = "--" + _REPEATED.get(name, name).replace("_", "-")
+    else:
+        where = f"{place}: {'.'.join([name, *below])}"
+    sentence = in_words(problem["type"], problem["msg"])
+    given = f" (it is {problem['input']!r})"
+    if problem["type"] in ("missing", "extra_forbidden"):
+        given = ""
+    return f"{where}: {sentence[0].lower()}{sentence[1:]}{given}"
 
 
 def _dates_as_text(entry: Any) -> Any:

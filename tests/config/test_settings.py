@@ -125,6 +125,16 @@ def test_mistakes(tmp_path: Path, text: str, sentence: str) -> None:
     assert sentence in error.value.message
 
 
+def test_every_mistake_has_a_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "workers = 0\nconector = 'a:B'\nengine = 'fast'\n")
+    with pytest.raises(UsageError) as error:
+        load({}, start=tmp_path)
+    lines = error.value.message.splitlines()
+    assert len(lines) == 3 and all(line.startswith(f"{path}: ") for line in lines)
+    for name in ("workers", "conector", "engine"):
+        assert any(name in line for line in lines)
+
+
 def test_a_named_file(tmp_path: Path) -> None:
     path = write(tmp_path / "x", 'connector = "a:B"\n', "other.toml")
     assert load({}, file=str(path)).connector == "a:B"
