@@ -196,6 +196,8 @@ class Metrics:
         ]
 
 
+SAME = 3
+"""Equal lists of events in so many idle steps after the first: the list is made anew each time."""
 _engines: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
 """Number of engines by trace."""
 
@@ -234,6 +236,8 @@ class Telemetry:
         """Announcements that a withdrawal ends: those of all engines, which may share a store."""
         self.taken: list[Any] = []
         """The events of the last call, kept alive so that they can be compared by identity."""
+        self._worked = False  # whether tokens were scheduled since the last call
+        self._same = 0  # how many calls before had equal events, with nothing to do in between
         self.last: dict[str, Any] = {}
         """The statistics that each half returned last."""
         self.metrics: Metrics | None = None
@@ -253,6 +257,7 @@ class Telemetry:
         )
         """Whether this is the first engine that can have stored anything."""
         _engines[trace] = _engines.get(trace, 0) + 1
+        probe.on("build_connector_meta", after=self._built)
         probe.on("take_events", after=self._events)
         probe.on("get_num_new_matched_tokens", after=self._lookup)
         probe.on("reset_cache", after=self._reset)
@@ -261,12 +266,19 @@ class Telemetry:
         probe.on("get_handshake_metadata", after=self._handshake)
 
     # -- KV events
+    def _built(self, call: Call) -> None:
+        scheduled = getattr(call.arg(0, "scheduler_output"), "total_num_scheduled_tokens", 0)
+        self._worked = self._worked or bool(scheduled)
+
     def _events(self, call: Call) -> None:
         if call.error is not None or call.result is None or not hasattr(call.result, "__iter__"):
             return
         events = list(call.result)
         call.result = events  # a generator can be read only once
         self.publishes = self.publishes or bool(events)
+        unchanged = bool(events) and not self._worked and events == self.taken
+        self._same = self._same + 1 if unchanged else 0
+        self._worked = False
         for event in events:
             op = _OPERATIONS.get(type(event).__name__, "other")
             hashes = list(getattr(event, "block_hashes", None) or [])
@@ -283,8 +295,10 @@ class Telemetry:
                 keys=self.book.numbers(hashes),
                 tokens=len(tokens),
                 problem=problem or _shape(op, event, hashes, tokens, size),
-                # One object may stand for every reset.
-                repeated=op != "cleared" and any(event is other for other in self.taken),
+                # One object may stand for every reset. Threads may store the same for several
+                # requests, and announce it each time, but not as often when there is nothing to do.
+                repeated=op != "cleared"
+                and (self._same >= SAME or any(event is other for other in self.taken)),
             )
             ours = getattr(event, "group_idx", None) in (None, 0)
             if op == "stored" and ours:

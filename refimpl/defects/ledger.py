@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -100,6 +101,13 @@ class KeepsEvents(ReferenceConnector):
         kept: list[KVCacheEvent] = self.__dict__.setdefault("_kept", [])
         kept += super().take_events()
         return list(kept)
+
+
+class RebuildsEvents(KeepsEvents):
+    """The same, of records that it keeps: the events of every step are new objects."""
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return [copy(event) for event in super().take_events()]
 
 
 class SilentEviction(ReferenceConnector):

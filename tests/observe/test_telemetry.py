@@ -128,6 +128,25 @@ def told(*events: Any) -> list[str]:
     return [event["problem"] for event in trace.events]
 
 
+@pytest.mark.parametrize(("tokens", "found"), [(0, [False] * 3 + [True] * 2), (1, [False] * 5)])
+def test_a_list_that_is_equal_in_idle_steps_is_never_emptied(
+    tokens: int, found: list[bool]
+) -> None:
+    """Where tokens are computed, the same may be stored and announced again."""
+    trace = Trace()
+    probe = Probe(trace)
+    Telemetry(trace, probe, book(), SimpleNamespace(kv_events_config=None))
+    output = SimpleNamespace(total_num_scheduled_tokens=tokens)
+    for _ in found:
+        built = Call(None, "build_connector_meta", "scheduler", 0, (output,), {})
+        taken = Call(None, "take_events", "scheduler", 0, (), {})
+        taken.result = [stored(medium="STORAGE")]
+        for call in (built, taken):
+            for listener in probe.after[call.hook]:
+                listener(call)
+    assert [event["repeated"] for event in trace.events] == found
+
+
 def test_a_removal_names_a_medium_in_which_the_block_was_stored() -> None:
     from_gpu = BlockRemoved(block_hashes=[b"x"], medium="GPU")
     from_files = BlockRemoved(block_hashes=[b"x"], medium="STORAGE")
