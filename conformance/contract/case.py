@@ -107,6 +107,10 @@ class Config(Model):
 
     block_size: PositiveInt = 4
     num_blocks: PositiveInt = 32
+    used_blocks: NonNegativeInt = Field(
+        default=0,
+        description="blocks that were in use before, so that the next ones have higher ids",
+    )
     budget: PositiveInt = Field(default=64, description="max_num_batched_tokens")
     max_seqs: PositiveInt = 8
     prefix_caching: bool = True

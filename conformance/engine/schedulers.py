@@ -86,6 +86,7 @@ def build_scheduler(variant: Variant, config: Any, cache: Any, *, with_connector
         )
         if variant.case.config.stats and with_connector:
             scheduler.connector_prefix_cache_stats = PrefixCacheStats()
+        _use_blocks(scheduler, variant.case.config.used_blocks)
         return scheduler
     scheduler = vllm_api.build_scheduler(
         config,
@@ -95,5 +96,13 @@ def build_scheduler(variant: Variant, config: Any, cache: Any, *, with_connector
         runner=variant.runner,
         stats=variant.case.config.stats,
     )
+    _use_blocks(scheduler, variant.case.config.used_blocks)
     apply_policies(scheduler, wanted)
     return scheduler
+
+
+def _use_blocks(scheduler: Any, count: int) -> None:
+    """Let so many blocks have been in use, one after the other: they are reused last."""
+    queue = scheduler.kv_cache_manager.block_pool.free_block_queue
+    if count:
+        queue.append_n(queue.popleft_n(count))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.faulty import Target, skipped
 from kvconform.refimpl.paging import write_slots
 from kvconform.refimpl.plan import Piece
+from kvconform.refimpl.tracking import Tracked
 from kvconform.refimpl.variants.hybrid import HybridConnector
 from kvconform.refimpl.variants.plain import Plain, PlainMetadata
 
@@ -64,6 +66,14 @@ class OneTokenIsNone(ReferenceConnector):
     ) -> None:
         granted = num_external_tokens if num_external_tokens > 1 else 0
         super().update_state_after_alloc(request, blocks, granted)
+
+
+class IdsIn16Bits(ReferenceConnector):
+    """Keeps the ids of a request's blocks in 16 bits each, as a compact message does."""
+
+    def _pieces(self, tracked: Tracked, start: int, end: int) -> tuple[Piece, ...]:
+        kept = replace(tracked, table=[block % 2**16 for block in tracked.table])
+        return super()._pieces(kept, start, end)
 
 
 class ForgetsTheDrafter(HybridConnector):

@@ -553,6 +553,18 @@ def a_large_block_is_split_into_those_of_the_attention(bench: Bench) -> None:
     assert select_common_block_size(16, [CPUMLABackend]) == 16
 
 
+@brings_about("used_blocks")
+def blocks_that_were_in_use_are_handed_out_last(bench: Bench) -> None:
+    core = start(make_config(num_blocks=64))
+    highest = []
+    for number, name in enumerate("abcd"):
+        core.add(name, range(100 * number, 100 * number + 3 * BLOCK))
+        core.run()
+        (table,) = core.half.called("tables", name)[0]
+        highest.append(max(table))
+    assert highest == sorted(set(highest))
+
+
 @brings_about("layout")
 def the_engine_core_takes_the_layout_that_the_attention_supports(bench: Bench) -> None:
     for name in get_args(Layout):
