@@ -47,7 +47,13 @@ if TYPE_CHECKING:
 HANGS = 30.0
 """Seconds after which a hook counts as one that never returns."""
 ENGINES = ["reference", "vllm"]
-FAILING = ("foresees-failures", "stumbles", "unreliable")
+FAILING = (
+    "foresees-failures",
+    "stops-at-failure",
+    "stops-at-failure-async",
+    "stumbles",
+    "unreliable",
+)
 """Variants whose loads fail on purpose, which promise nothing."""
 LIMIT = 3600.0
 """Seconds after which running batches are given up, unless the command line says otherwise."""

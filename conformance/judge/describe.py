@@ -105,7 +105,7 @@ def _due(e: Event) -> str:
         return (
             f"of the {many(e['granted'], 'token')} granted to {e['req']}"
             f" from position {e['local']}, {_positions(e['missing'])} {how}{_rank(e)}"
-            " and no failure was reported" + "".join(f"; {lack}" for lack in _lacking(e))
+            f" and {_said_of(e)}" + "".join(f"; {lack}" for lack in _lacking(e))
         )
     if e["wrong"] and e.get("early_reads"):
         return (
@@ -114,6 +114,16 @@ def _due(e: Event) -> str:
             f" {'; '.join(e['early_reads'])}"
         )
     return f"the load of {e['req']} was due"
+
+
+def _said_of(e: Event) -> str:
+    """Return what was reported of a load that lacks something, in words."""
+    positions = e.get("reported", ())
+    return (
+        f"only {_positions(positions)} reported as failed"
+        if positions
+        else ("no failure was reported")
+    )
 
 
 def _lacking(e: Event) -> list[str]:

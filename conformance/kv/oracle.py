@@ -7,7 +7,7 @@ be written when, and what every slot must hold when the engine reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
@@ -200,6 +200,24 @@ class Grant:
     def lacking(self) -> set[int]:
         """Return the ids of blocks in which KV is missing."""
         return {int(slot) // self.stride for slot in self.slots[~self.written]}
+
+    def named(self, failed: Set[int]) -> list[int]:
+        """Return the positions that these blocks hold in some layer."""
+        if not failed:
+            return []
+        held = np.isin(self.slots // self.stride, list(failed)) & (self.slots >= 0)
+        return [self.start + int(i) for i in np.nonzero(held.any(0))[0]]
+
+    def covered_by(self, failed: Set[int]) -> bool:
+        """Return whether all that is missing is computed again if these blocks are reported.
+
+        With one group, vLLM does so from the first of them on
+        (Scheduler._update_requests_with_invalid_blocks). False if nothing is missing.
+        """
+        lacking = self.lacking()
+        if len(self.groups) > 1 or not lacking:
+            return bool(lacking) and lacking <= failed
+        return any(position <= self.missing()[0] for position in self.named(failed)[:1])
 
 
 def slots_of(
@@ -687,9 +705,9 @@ class Oracle(Loads):
                 again=len(chain.ids) - min(reused) - len(reused),
             )
         missing = grant.missing()
-        lacking = grant.lacking()
-        blocks_reported = bool(lacking) and lacking <= self.failed_blocks | grant.failed
-        reported = grant.given_up or grant.req in self.failed_reqs or blocks_reported
+        failed = self.failed_blocks | grant.failed
+        given_up = grant.given_up or grant.req in self.failed_reqs
+        reported = given_up or grant.covered_by(failed)
         event = self.trace.emit(
             "load.due",
             req=grant.req,
@@ -700,6 +718,7 @@ class Oracle(Loads):
             partial=sorted(partial),
             wrong=sorted(wrong),
             reported_failed=reported,
+            reported=grant.named(failed) if missing else [],
             promised=grant.req in self.promised,
             undisturbed=self.undisturbed,
             is_async=grant.is_async,

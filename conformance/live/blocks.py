@@ -277,9 +277,9 @@ class BlockOracle:
             verdict: [n for n, finding in found.items() if finding.verdict == verdict]
             for verdict in ("exact", "close", "reused", "wrong", "unknown")
         }
-        affected = {load.block(n) for n in (*missing, *lists["wrong"])}
+        affected = [*missing, *lists["wrong"]]
         reported = self._reported(load, affected)
-        self.bad |= affected | (load.touched if reported else set())
+        self.bad |= {load.block(n) for n in affected} | (load.touched if reported else set())
         self.bad |= {load.block(n) for n in lists["reused"]}
         nothing_known = len(lists["unknown"]) == len(found)
         self._blended(load, found)
@@ -318,17 +318,22 @@ class BlockOracle:
             again=grant.known - min(blended) * self.blocks.size - reused,
         )
 
-    def _reported(self, load: Load, affected: set[int]) -> bool:
-        """Return whether the load was reported as failed, in all of these blocks."""
-        whole = load.given_up or load.grant.req in self.failed_reqs
-        return whole or bool(affected) and affected <= self.failed_blocks | load.failed
+    def _reported(self, load: Load, affected: list[int]) -> bool:
+        """Return whether the load was reported as failed, so that these blocks are not relied on.
+
+        vLLM computes everything again from the first block on that is reported.
+        """
+        if load.given_up or load.grant.req in self.failed_reqs:
+            return True
+        failed = self.failed_blocks | load.failed
+        upto = range(load.grant.start // load.size, min(affected, default=-1) + 1)
+        return any(load.block(n) in failed for n in upto)
 
     def _judge(self, load: Load, missing: list[int], found: dict[int, Finding]) -> None:
         """Emit load.due, and kv.wrong for wrong blocks not reported as failed and late blocks."""
-        reported = self._reported(load, {load.block(n) for n in missing})
+        reported = self._reported(load, missing)
         grant = load.grant
         size = self.blocks.size
-        failed = self.failed_blocks | load.failed
         wrong = [number for number, finding in found.items() if finding.verdict == "wrong"]
         event = self.trace.emit(
             "load.due",
@@ -340,6 +345,7 @@ class BlockOracle:
             partial=[],
             wrong=_positions(wrong, size),
             reported_failed=reported,
+            reported=[],
             promised=False,
             undisturbed=False,
             is_async=grant.is_async,
@@ -352,9 +358,8 @@ class BlockOracle:
         )
         if missing and not reported:
             load.due = event
-        given_up = load.given_up or grant.req in self.failed_reqs
         for number in wrong:
-            if load.block(number) not in failed and not given_up:
+            if not self._reported(load, [number]):
                 finding = found[number]
                 if finding.found is not None:  # else an earlier kv.wrong led to it
                     self._wrong(load, number, finding.layer, finding.found, finding.origin)

@@ -14,7 +14,8 @@ class ValueCheck(NamedTuple):
 
     - `ok`: the value has the contract's type.
     - `msgpack_ok`: returned transfer parameters can be serialised.
-    - `aliased`: returned transfer parameters are the request's own dict, not a new one.
+    - `aliased`: returned transfer parameters, to which the engine adds one, are the request's own
+      dict, not a new one. It adds one to those that ask for a remote prefill.
     - `text`: short description of the value.
     """
 
@@ -64,7 +65,8 @@ def _finish(call: Call) -> ValueCheck:
             msgspec.msgpack.encode(params)
         except Exception:  # whatever the encoder rejects cannot reach the front end
             msgpack_ok = False
-        aliased = params is getattr(call.arg(0, "request"), "kv_transfer_params", None)
+        own = getattr(call.arg(0, "request"), "kv_transfer_params", None)
+        aliased = bool(params.get("do_remote_prefill")) and params is own
     return ValueCheck(True, msgpack_ok, aliased, short(value))
 
 

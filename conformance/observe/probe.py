@@ -81,7 +81,7 @@ class Probe:
                 listener(item)
         bound = None
         if half == "worker":
-            bound = getattr(connector, "_connector_metadata", None) is not None
+            bound = _has_metadata(connector)
         item.event = self.trace.emit(
             "hook.called",
             hook=hook,
@@ -190,6 +190,22 @@ _halves: dict[int, tuple[Any, str | None]] = {}
 
 Hashing a member of an Enum takes longer than the rest of `half_of`.
 """
+
+
+def _has_metadata(connector: Any) -> bool:
+    """Return whether a worker half says that it has metadata, as it says to vLLM; unrecorded.
+
+    It may keep them where it likes. That the question raises is seen when the engine asks it.
+    """
+    if not hasattr(connector, "has_connector_metadata"):  # before vLLM 0.11.1
+        return getattr(connector, "_connector_metadata", None) is not None
+    active, Probe.active = Probe.active, None
+    try:
+        return bool(connector.has_connector_metadata())
+    except Exception:
+        return False
+    finally:
+        Probe.active = active
 
 
 def hook_names() -> tuple[str, ...]:

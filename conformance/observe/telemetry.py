@@ -197,7 +197,7 @@ class Metrics:
 
 
 SAME = 3
-"""Equal lists of events in so many idle steps after the first: the list is made anew each time."""
+"""Equal lists of events in so many idle steps after the first: the list is made again each time."""
 _engines: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
 """Number of engines by trace."""
 

@@ -104,10 +104,12 @@ class EmptyBlocks(ReferenceConnector):
 
 
 class LiveParams(ReferenceConnector):
-    """Returns the request's own parameters, which the engine then extends."""
+    """Writes its answer into the request's own parameters, which the engine then extends."""
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
         holds, _ = super().request_finished(request, block_ids)
+        if request.kv_transfer_params is not None:
+            request.kv_transfer_params["do_remote_prefill"] = True
         return holds, request.kv_transfer_params
 
 

@@ -75,6 +75,25 @@ class HandsOutItsOwn(ReferenceConnector):
         )
 
 
+class OwnMetadata(ReferenceConnector):
+    """Keeps the metadata of a step in a field of its own, and says so when it is asked."""
+
+    _mine: KVConnectorMetadata | None = None
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        self._mine = connector_metadata
+
+    def clear_connector_metadata(self) -> None:
+        self._mine = None
+
+    def has_connector_metadata(self) -> bool:
+        return self._mine is not None
+
+    def _get_connector_metadata(self) -> KVConnectorMetadata:
+        assert self._mine is not None
+        return self._mine
+
+
 class InstanceHooks(ReferenceConnector):
     """Chooses some of its hooks at construction, and sets them on the instance."""
 

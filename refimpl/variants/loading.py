@@ -13,6 +13,7 @@ from kvconform.refimpl.telemetry import COUNTERS
 from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorMetadata,
         KVConnectorRole,
@@ -119,6 +120,41 @@ class Unreliable(ReferenceConnector):
     def _load(self, load: Load, layers: Iterable[str]) -> None:
         self.loads += 1
         super()._load(load, layers)
+
+
+class StopsAtFailure(ReferenceConnector):
+    """Ends every other load in its middle, and reports the block in which the rest begins.
+
+    vLLM computes everything again from there on.
+    """
+
+    loads = 0
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._behind: dict[int, set[int]] = {}  # the blocks that were not filled, by the first one
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if isinstance(kv_connector_metadata, ReferenceMetadata):
+            for block in kv_connector_metadata.repaired:
+                self._bad -= self._behind.pop(block, set())
+        super().handle_preemptions(kv_connector_metadata)
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        self.loads += 1
+        wanted = list(layers)
+        for number, piece in enumerate(load.pieces):
+            ends = self.loads % 2 == 1 and number == len(load.pieces) // 2
+            if ends or not all([self._load_counted(piece, layer) for layer in wanted]):
+                self._store.drop(piece.key)
+                first = piece.slots[0] // self._block_size
+                rest = {block for p in load.pieces[number:] for block in p.blocks(self._block_size)}
+                self._invalid.add(first)
+                self._bad |= rest
+                self._behind[first] = rest
+                return
 
 
 class ForeseesFailures(ReferenceConnector):

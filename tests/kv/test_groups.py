@@ -26,6 +26,7 @@ from kvconform.run.case import run_and_judge
 SPEC = load_spec()
 HYBRID = "kvconform.refimpl.variants.hybrid:HybridConnector"
 CASES = [case.id for case in SPEC.cases.values() if case.area == "groups"]
+TWO_LAYERS: dict[str, int] = {"layers": 2, "block_size": 4, "heads": 2, "window": 6}
 GROUPS = groups_of(["full", "wide", "private"], layers=3, block_size=4, heads=2, window=6)
 
 
@@ -87,6 +88,18 @@ def test_a_copied_block_has_the_content_and_the_group_of_its_source(
     assert made.group_of[2] == group
     assert made.mismatches(group, np.array(slots), content).tolist() == []
     assert foreign(made) == [[], []]
+
+
+def test_with_one_group_all_is_computed_again_from_the_first_reported_block_on() -> None:
+    grant = Grant("t", "a", 0, 4, 16, False, [[1, 2, 3, 4]], groups_of([], **TWO_LAYERS))
+    grant.written[:] = True
+    assert not grant.covered_by({2})  # nothing is missing
+    grant.written[0, 4:] = False  # positions 8-15: blocks 3 and 4
+    assert grant.covered_by({3, 4}) and grant.covered_by({3}) and grant.covered_by({2})
+    assert not grant.covered_by({4}) and not grant.covered_by({1}) and not grant.covered_by(set())
+    assert grant.named({1, 4}) == [12, 13, 14, 15]
+    several = Grant("t", "a", 0, 0, 16, False, [[1, 2, 3, 4], [0, 5], [6, 7, 8, 9]], GROUPS)
+    assert several.covered_by(several.lacking()) and not several.covered_by({1})
 
 
 def test_a_grant_wants_nothing_before_the_window_and_nothing_of_a_group_that_is_kept_back() -> None:

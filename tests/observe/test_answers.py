@@ -69,16 +69,24 @@ def test_what_a_hook_returns_is_judged(hook: str, value: Any, legal: bool, trace
 
 @pytest.mark.parametrize(
     ("params", "msgpack_ok", "aliased"),
-    [({"x": [1, "y", None]}, True, False), ({"x": object()}, False, False), ("own", True, True)],
+    [
+        ({"x": [1, "y", None]}, True, False),
+        ({"x": object()}, False, False),
+        ("own", True, False),
+        ("own, for a remote prefill", True, True),  # the engine adds a key
+        ({"do_remote_prefill": True}, True, False),
+    ],
 )
 def test_transfer_parameters_must_serialise_and_be_fresh(
     params: Any, msgpack_ok: bool, aliased: bool, trace: Trace
 ) -> None:
     request = SimpleNamespace(kv_transfer_params={"given": 1})
+    if params == "own, for a remote prefill":
+        request.kv_transfer_params["do_remote_prefill"] = True
     made = Plain()
     made.request_finished = lambda *args: (
         False,
-        request.kv_transfer_params if params == "own" else params,
+        request.kv_transfer_params if isinstance(params, str) else params,
     )  # type: ignore[method-assign]
     with Patch(Plain):
         wrap_instance_hooks(made)
