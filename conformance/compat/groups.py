@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 from typing import Any
 
@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from kvconform.compat.attention import bound
@@ -137,7 +138,11 @@ def build_cache_config(cache: PagedCache) -> KVCacheConfig:
     shape = book.head_dim, book.heads, dtype, cache.drafts
     specs = [_spec(group, *shape) for group in cache.registered]
     page, depth = specs[0].page_size_bytes, max(map(len, names))
-    if "layers" in KVCacheTensor.__dataclass_fields__:  # since 0.31
+    if cache.groups[0].narrow:
+        each = _spec_of_each(cache, shape)
+        specs = [UniformTypeKVCacheSpecs(block_size=cache.block_size, kv_cache_specs=each)]
+        tensors = [_of_layer(cache, name, spec.page_size_bytes) for name, spec in each.items()]
+    elif "layers" in KVCacheTensor.__dataclass_fields__:  # since 0.31
         tensors = [_placed(cache, group, page * cache.num_blocks) for group in cache.groups]
     else:
         shared = [
@@ -164,6 +169,41 @@ def build_cache_config(cache: PagedCache) -> KVCacheConfig:
     if hasattr(config, "kv_cache_layout"):
         config.kv_cache_layout = cache.layout
     return config
+
+
+def _spec_of_each(cache: PagedCache, shape: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the KVCacheSpec of each layer of the only group, by name."""
+    [group] = cache.registered
+    return {
+        cache.names[layer]: _spec(replace(group, heads=group.heads_of(layer)), *shape)
+        for layer in group.layers
+    }
+
+
+def _of_layer(cache: PagedCache, name: str, page: int) -> KVCacheTensor:
+    """Return where a layer of the only group lies in memory; `page`: bytes of its blocks."""
+    size = page * cache.num_blocks
+    if "layers" not in KVCacheTensor.__dataclass_fields__:
+        return KVCacheTensor(size=size, shared_by=[name])
+    tensor = cache.tensors[cache.names.index(name)]
+    return KVCacheTensor(
+        size=tensor.untyped_storage().nbytes(),
+        layers=[name],
+        layer_stride=size,
+        block_stride=tensor.stride(0) * tensor.element_size(),
+        offset=tensor.storage_offset() * tensor.element_size(),
+    )
+
+
+def of_scheduler(cache_config: KVCacheConfig) -> KVCacheConfig:
+    """Return the KVCacheConfig of the scheduler: each group has the spec of its first layer."""
+    uniform = any(
+        isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
+        for group in cache_config.kv_cache_groups
+    )
+    if not uniform:
+        return cache_config
+    return kv_cache_utils.generate_scheduler_kv_cache_config([cache_config])
 
 
 def resolve_hits(config: Any, cache_configs: Sequence[KVCacheConfig]) -> None:
@@ -220,7 +260,7 @@ def registered(
             transfer
         ).get_required_kvcache_layout(config)
         found["required"] = _ALIASES.get(required, required)
-        group = cache_config.kv_cache_groups[0]
+        group = of_scheduler(cache_config).kv_cache_groups[0]
         tensor = cache_config.kv_cache_tensors[0]
         layout = config.cache_config.get_resolved_kv_cache_layout()
         raw = torch.zeros(tensor.size, dtype=torch.int8)

@@ -166,6 +166,10 @@ class Config(Model):
         default=False,
         description="the last layer is the drafter's (MTP), whose number is num_hidden_layers",
     )
+    narrow_layer: Literal["first", "last"] | None = Field(
+        default=None,
+        description="this layer has half of the heads, in one group with the others",
+    )
     window: Annotated[int, Field(ge=2)] = Field(
         default=8, description="tokens in a sliding window, or in a chunk of local attention"
     )
@@ -434,6 +438,15 @@ class Case(Model):
     @model_validator(mode="after")
     def _layers_fit(self) -> Case:
         config = self.config
+        if config.narrow_layer and (
+            config.groups
+            or config.layout
+            or config.kernel_block_size
+            or any(each.ranks > 1 for each, _ in self.configurations)
+        ):
+            raise ValueError(
+                "config: narrow_layer needs one rank, one group, vLLM's layout and whole blocks"
+            )
         numbers = config.layer_numbers
         if numbers != sorted(set(numbers)) or len(numbers) < max(2, len(config.groups)):
             raise ValueError("config: layers are at least two numbers that rise")

@@ -224,7 +224,7 @@ def _say_sizes(config: Any, layers: int, *, latent: bool) -> None:
 def build_cache_config(cache: PagedCache) -> Any:
     """Return the KVCacheConfig of `cache`."""
     one_full_group = len(cache.groups) == 1 and cache.groups[0].kind == "full"
-    plain = one_full_group and cache.drafter is None
+    plain = one_full_group and cache.drafter is None and not cache.groups[0].narrow
     if not plain or cache.layout != vllm_api.KV_LAYOUT:
         return groups.build_cache_config(cache)
     return vllm_api.build_cache_config(

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.config import set_current_vllm_config
 
-from kvconform.compat.groups import registered, resolve_hits, resolve_layout
+from kvconform.compat.groups import of_scheduler, registered, resolve_hits, resolve_layout
 from kvconform.compat.kernel_blocks import add_layers
 from kvconform.compat.local_hits import LocalHits
 from kvconform.config.target import Target
@@ -37,7 +37,7 @@ from kvconform.engine.ranks import (
 from kvconform.engine.schedulers import build_scheduler
 from kvconform.engine.view import EngineView
 from kvconform.engine.worker import Worker
-from kvconform.kv.cache import PagedCache, groups_of
+from kvconform.kv.cache import UNLIKE, PagedCache, groups_of
 from kvconform.kv.oracle import Oracle
 from kvconform.kv.provenance import Memory, Registry
 from kvconform.observe.ledger import Ledger, RankReports
@@ -102,7 +102,10 @@ def build(
     _build_workers(variant, trace, view, memory)
     with noted(trace, "start", target.resolve()) if connected else nullcontext():
         view.scheduler = build_scheduler(
-            variant, config, ranks.first.cache_config, with_connector=connected
+            variant,
+            config,
+            of_scheduler(ranks.first.cache_config),
+            with_connector=connected,
         )
     reports = None
     if connected:
@@ -169,6 +172,7 @@ def _configure(
         block_size=variant.block_size,
         heads=registry.book.heads,
         window=settings.window,
+        narrow=settings.narrow_layer if layout in UNLIKE else None,
     )
     size = (settings.num_blocks, variant.block_size)
     layers = (settings.layer_numbers, settings.hidden_layers)

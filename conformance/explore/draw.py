@@ -364,6 +364,8 @@ def one(
             _promise_nothing(steps)
         if engine == "vllm" and _fits_two_ranks(extra) and dice.one_in(4):
             extra["tensor_parallel"] = 2
+    if theme == "plain" and not simple and not extra and dice.one_in(12):
+        extra["narrow_layer"] = dice.pick(["first", "last"])
     restart = next((step for step in steps if step.get("restart") == "engine"), None)
     if restart is not None and dice.one_in(6):
         restart["restart"] = dice.pick(RESTARTS)

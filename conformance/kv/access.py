@@ -9,6 +9,7 @@ kernels, the device encodes, compares and digests; the host gets one number per 
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -336,9 +337,19 @@ class Kernels(Tensors):
         self._layers = [
             self._paged([layer], lambda view: [view]) for layer in range(len(pages.views))
         ]
-        self._groups = [self._paged(layers, lambda view: [view]) for layers in pages.layers]
-        self._slots = [self._paged(layers, _by_place) for layers in pages.layers]
-        self._blocks = [torch.arange(real.blocks, device=real.device) for real, _ in self._groups]
+        alike = [self._alike(layers) for layers in pages.layers]
+        self._groups = [
+            [self._paged(layers, lambda view: [view]) for layers in parts] for parts in alike
+        ]
+        self._slots = [[self._paged(layers, _by_place) for layers in parts] for parts in alike]
+        self._blocks = [
+            torch.arange(parts[0][0].blocks, device=parts[0][0].device) for parts in self._groups
+        ]
+
+    def _alike(self, layers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Return neighbouring layers that have as many heads as each other."""
+        by_heads = itertools.groupby(layers, lambda layer: self.pages.views[layer].shape[1])
+        return [tuple(some) for _, some in by_heads]
 
     def _paged(
         self,
@@ -380,7 +391,7 @@ class Kernels(Tensors):
     def poison(self, group: int, blocks: np.ndarray, content: Content, which: np.ndarray) -> None:
         """See Tensors."""
         there, ids = self.upload(torch.from_numpy(blocks)), self._ids_of(content, which)
-        for paged in self._groups[group]:
+        for paged in itertools.chain(*self._groups[group]):
             poison(paged, there, ids, content.nonce, self.backend)
 
     def _differing(
@@ -397,10 +408,11 @@ class Kernels(Tensors):
 
     def _touched(self, group: int) -> Iterable[torch.Tensor | None]:
         """See Tensors; all layers are compared at once."""
-        now, then = (
-            digest(paged, self._blocks[group], self.backend) for paged in self._slots[group]
-        )
-        touched = (now != then).any(2).unflatten(1, (len(self.pages.layers[group]), -1))
+        found = []
+        for parts in self._slots[group]:
+            now, then = (digest(paged, self._blocks[group], self.backend) for paged in parts)
+            found.append((now != then).any(2))
+        touched = torch.cat(found, 1).unflatten(1, (len(self.pages.layers[group]), -1))
         own = self._own(group)
         if own is not None:
             touched &= own[:, None, None]

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class Group:
 
     `layers`: their numbers. `block_size`: tokens per block. `heads`: KV heads. `window`: in tokens,
     of local attention the length of a chunk; None: unlimited. `transfer`: whether its KV is
-    transferred.
+    transferred. `narrow`: numbers of layers with half of the heads.
     """
 
     kind: GroupKind
@@ -51,6 +51,11 @@ class Group:
     heads: int
     window: int | None = None
     transfer: bool = True
+    narrow: frozenset[int] = frozenset()
+
+    def heads_of(self, layer: int) -> int:
+        """Return the KV heads of one layer."""
+        return self.heads // 2 if layer in self.narrow else self.heads
 
     @property
     def recurrent(self) -> bool:
@@ -75,17 +80,24 @@ class Group:
 
 
 def groups_of(
-    kinds: Sequence[GroupKind], *, layers: int, block_size: int, heads: int, window: int
+    kinds: Sequence[GroupKind],
+    *,
+    layers: int,
+    block_size: int,
+    heads: int,
+    window: int,
+    narrow: Literal["first", "last"] | None = None,
 ) -> tuple[Group, ...]:
     """Return the groups of a model with `layers` layers: one per kind, of one layer each.
 
-    A single kind (none: full) is of all layers. ValueError if several kinds are not as many as the
-    layers.
+    A single kind (none: full) is of all layers, of which one may be `narrow`. ValueError if several
+    kinds are not as many as the layers.
     """
     if len(kinds) <= 1:
         kind: GroupKind = kinds[0] if kinds else "full"
         whole = _group_of_layer(kind, 0, block_size, 1 if kind == "latent" else heads, window)
-        return (replace(whole, layers=tuple(range(layers))),)
+        half = {"first": [0], "last": [layers - 1]}.get(narrow or "", [])
+        return (replace(whole, layers=tuple(range(layers)), narrow=frozenset(half)),)
     if len(kinds) != layers:
         raise ValueError(f"{len(kinds)} groups of one layer each in a model of {layers} layers")
     return tuple(
@@ -125,6 +137,10 @@ SPLITTABLE = ("LBHNC", "LBNHC")
 
 With blocks outermost, it registers whole blocks; with heads outside of blocks, it does not start.
 """
+
+
+UNLIKE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
+"""Layouts in which layers may have unlike numbers of heads: a layer has each block in one piece."""
 
 
 class PagedCache:
@@ -178,7 +194,11 @@ class PagedCache:
         # shared storage.
         depth = max(len(group.layers) for group in self.groups)
         page = max(group.heads * group.block_size for group in self.groups) * book.width
-        pages = device.current.allocate(depth * num_blocks * page, dtype)
+        elements = depth * num_blocks * page
+        if self.groups[0].narrow:
+            sizes = [self.groups[0].heads_of(layer) for layer in self.groups[0].layers]
+            elements = sum(sizes) * self.groups[0].block_size * book.width * num_blocks
+        pages = device.current.allocate(elements, dtype)
         copy = torch.zeros_like(pages)
         views, shadow = list(self.tensors), list(self.tensors)
         for group in self.groups:
@@ -235,11 +255,35 @@ class PagedCache:
             states = list(rows.unflatten(-1, (1, 1, self.book.width)))
             tensors = [state.view(torch.int8) for state in states]
             return tensors, [state.unflatten(-1, (2, dim)) for state in states]
+        if group.narrow:
+            made = self._unlike_layers(pages, group, layout)
+            return made, [tensor.unflatten(-1, (2, dim)) for tensor in made]
         blocks, size = self.num_blocks * self.kernel_blocks, size // self.kernel_blocks
         lengths = dict(zip("LBHNC", (depth, blocks, heads, size, self.book.width), strict=True))
         in_memory = pages.view([lengths[axis] for axis in layout])
         whole = in_memory.permute([layout.index(axis) for axis in "LBHNC"])
         return list(whole), [tensor.unflatten(-1, (2, dim)) for tensor in whole]
+
+    def _unlike_layers(self, pages: torch.Tensor, group: Group, layout: str) -> list[torch.Tensor]:
+        """Return the tensors of layers with unlike numbers of heads, one behind the other.
+
+        In a layout with blocks outermost, they are so in each block.
+        """
+        counts = [group.heads_of(layer) for layer in group.layers]
+        page = group.block_size * self.book.width
+        inside = [axis for axis in layout if axis not in "LB"]
+        order = [inside.index(axis) for axis in "HNC"]
+        if layout[0] == "L":
+            parts = pages.split([self.num_blocks * count * page for count in counts])
+            blocks = [part.view(self.num_blocks, -1) for part in parts]
+        else:
+            blocks = list(pages.view(self.num_blocks, -1).split([n * page for n in counts], 1))
+        found = []
+        for part, count in zip(blocks, counts, strict=True):
+            lengths = {"H": count, "N": group.block_size, "C": self.book.width}
+            in_memory = part.unflatten(1, [lengths[axis] for axis in inside])
+            found.append(in_memory.permute(0, *(1 + axis for axis in order)))
+        return found
 
     share: tuple[int, int] = (0, 1)
     """(n, of): the cache holds every `of`-th token of a block, from the n-th on."""
@@ -262,7 +306,8 @@ class PagedCache:
 
     def slot_bytes(self, layer: int) -> int:
         """Return the bytes of one slot of a layer."""
-        return self.groups[self._number[layer]].heads * self.book.width * self.dtype.itemsize
+        heads = self.groups[self._number[layer]].heads_of(layer)
+        return heads * self.book.width * self.dtype.itemsize
 
     def split(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Convert slots [n] to (block ids, offsets) of the tensors.

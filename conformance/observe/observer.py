@@ -168,8 +168,11 @@ class Observer:
             self.on_lookup(request, event)
 
     def _may_have_shrunk(self, previous: Lookup | None, local: int) -> bool:
-        """Return whether a lookup may find less than the previous one of the same request."""
-        if self.outage or previous is None:
+        """Return whether a lookup may find less than the previous one of the same request.
+
+        A thread may find what a case has damaged, and remove it, at any time.
+        """
+        if self.outage or self.trace.damaged or previous is None:
             return True
         return previous.activity != self.activity or previous.local != local
 

@@ -87,8 +87,11 @@ def run_and_judge(
         if brief and main.harness_error is None:
             wanted = at_stake(wanted, main.trace)
         rows = judge_runs(made, wanted, variant, target, strict=strict, disabled=set(disabled))
-        if report.harness_error is None:
-            report.harness_error = unjudged_crash(made, spec)
+        if report.harness_error is None and (crash := unjudged_crash(made, spec)) is not None:
+            report.harness_error = crash
+            report.trace = list(main.trace)
+            report.rows = rows_for(wanted, variant, Verdict.ERROR, crash, strict=strict)
+            return report
         drop_flaky(rows, made, spec.requirements)
         say_unreached(rows, made.unmet, variant, spec.requirements)
         narrate(rows, main.trace, spec.requirements)

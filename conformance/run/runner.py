@@ -283,6 +283,7 @@ _REFUSABLE = (
     "groups",
     "layout",
     "kernel_block_size",
+    "narrow_layer",
     "tensor_parallel",
     "pipeline_parallel",
     "context_parallel",

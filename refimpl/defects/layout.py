@@ -10,7 +10,7 @@ import torch
 
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.faulty import Target, skipped
-from kvconform.refimpl.paging import write_slots
+from kvconform.refimpl.paging import bytes_in, write_slots
 from kvconform.refimpl.plan import Piece
 from kvconform.refimpl.tracking import Tracked
 from kvconform.refimpl.variants.hybrid import HybridConnector
@@ -66,6 +66,28 @@ class OneTokenIsNone(ReferenceConnector):
     ) -> None:
         granted = num_external_tokens if num_external_tokens > 1 else 0
         super().update_state_after_alloc(request, blocks, granted)
+
+
+class FirstLayersSize(ReferenceConnector):
+    """Takes the bytes of a token in the first layer for those in all layers of the group."""
+
+    def _put(self, epoch: int, key: str, layer: str, data: bytes, tokens: int) -> None:
+        first = next(iter(self._layers.values()))
+        super()._put(epoch, key, layer, data[: bytes_in(first, range(tokens), self._share)], tokens)
+
+
+class FirstLayersBlocks(ReferenceConnector):
+    """Steps from block to block of every layer by the bytes that one has in the first layer."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        step = next(iter(kv_caches.values())).stride(0)
+
+        def assumed(layer: torch.Tensor) -> torch.Tensor:
+            room = layer.untyped_storage().nbytes() // layer.element_size()
+            blocks = min(layer.shape[0], (room - layer.storage_offset()) // step)
+            return layer.as_strided((blocks, *layer.shape[1:]), (step, *layer.stride()[1:]))
+
+        super().register_kv_caches({name: assumed(layer) for name, layer in kv_caches.items()})
 
 
 class IdsIn16Bits(ReferenceConnector):

@@ -140,8 +140,11 @@ class Blending(ReferenceConnector):
         return Context(end - chunk, extend_keys([], self._root, request, chunk, end)[number])
 
     def _context(self, key: str) -> Context | None:
-        """Return where a stored chunk was computed; None if it is gone."""
-        stored = self._store.get(key, CONTEXT)
+        """Return where a stored chunk was computed; None if it is gone.
+
+        The other half may have stored it again since this one has read it.
+        """
+        stored = self._store.read_many([key])[0].get(CONTEXT)
         return None if stored is None else Context.decode(stored)
 
     def _pieces(self, tracked: Tracked, start: int, end: int) -> tuple[Piece, ...]:

@@ -553,6 +553,27 @@ def a_large_block_is_split_into_those_of_the_attention(bench: Bench) -> None:
     assert select_common_block_size(16, [CPUMLABackend]) == 16
 
 
+class TwoWidths(NoModel):
+    wide = 2
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        self.pages = [
+            spec.page_size_bytes
+            for spec in kv_cache_configs[0].kv_cache_groups[0].kv_cache_spec.kv_cache_specs.values()
+        ]
+        super().initialize_from_config(kv_cache_configs)
+
+
+@brings_about("narrow_layer")
+def layers_with_unlike_heads_are_in_one_group(bench: Bench) -> None:
+    core = start(make_config(), TwoWidths)
+    [group] = core.scheduler.kv_cache_config.kv_cache_groups
+    assert group.layer_names == ["layer.0", "layer.1"]
+    assert group.kv_cache_spec.num_kv_heads == 1  # the scheduler's is that of the first layer
+    narrow, wide = core.engine.model_executor.pages
+    assert wide == 2 * narrow
+
+
 @brings_about("used_blocks")
 def blocks_that_were_in_use_are_handed_out_last(bench: Bench) -> None:
     core = start(make_config(num_blocks=64))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from kvconform.contract.references import Mark
 from kvconform.dev.sweep import target_of
 from kvconform.explore.outcome import outcome
 from kvconform.explore.workload import Data, Workload, make
+from kvconform.observe.observer import Observer
 from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
@@ -572,3 +574,35 @@ def test_what_is_stored_again_in_the_background_gets_its_time(tmp_path: Path) ->
     target = replace(target_of("fenced"), capabilities={"store": True, "saves": "all"})
     found = outcome(workload, target, SPEC, tmp_path / "run", strict=True)
     assert (found.error, found.failures, found.unknown) == (None, [], [])
+
+
+AFTER_DAMAGE: list[Data] = [
+    {"add": {"req": "a", "prompt": 13, "max_tokens": 2}},
+    {"run": {}},
+    {"drop-local": {}},
+    {"damage": {"files": "garbage"}},
+    {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 3}},
+    {"add": {"req": "c", "prompt": {"of": "a", "then": 3}, "max_tokens": 2}},
+    {"run": {}},
+    {"drop-local": {}},
+    {"add": {"req": "d", "prompt": {"same": "a"}, "max_tokens": 2}},
+    {"run": {}},
+]
+
+
+def test_a_chunk_that_is_stored_again_is_read_again(tmp_path: Path) -> None:
+    """`blending` remembered a damaged chunk as empty, and served less than it had announced."""
+    config: Data = {"load_failure_policy": "fail", "num_blocks": 64}
+    workload = mended(AFTER_DAMAGE, config=config, policies=["deny-first-alloc"])
+    found = outcome(workload, target_of("blending"), SPEC, tmp_path, strict=True)
+    assert (found.error, found.failures, found.unknown) == (None, [], [])
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_a_case_has_damaged_may_be_found_gone_at_any_time(damaged: bool) -> None:
+    """`lookup.repeatable` was wrongly reported: a thread removed a chunk between two lookups."""
+    observer: Any = SimpleNamespace(
+        outage=False, activity=3, trace=SimpleNamespace(damaged=damaged)
+    )
+    previous: Any = SimpleNamespace(activity=3, local=0)
+    assert Observer._may_have_shrunk(observer, previous, 0) is damaged

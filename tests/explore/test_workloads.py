@@ -91,6 +91,7 @@ def test_draws_differ_in_everything_that_matters() -> None:
         "context_parallel",
         "kernel_block_size",
         "layers",
+        "narrow_layer",
         "drafter",
     )
     assert all(

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from access_rig import WAYS, WithKernels, foreign
 from kvconform.kernels.codes import CodeBook
 from kvconform.kv import device
 from kvconform.kv.access import Arrays, Kernels, Tensors
-from kvconform.kv.cache import PagedCache, groups_of
+from kvconform.kv.cache import PACKED, UNLIKE, PagedCache, groups_of
 from kvconform.kv.content import Content
 
 BOOK = CodeBook(3, 2, 32)
@@ -34,9 +35,13 @@ def cache(way: str, dtype: torch.dtype = torch.float32) -> PagedCache:
         return PagedCache(BOOK, 6, 4, dtype=dtype)
 
 
-def used(way: str, dtype: torch.dtype = torch.float32) -> tuple[list[object], list[torch.Tensor]]:
+def used(
+    way: str, dtype: torch.dtype = torch.float32, narrow: Any = None, layout: str = PACKED
+) -> tuple[list[object], list[torch.Tensor]]:
     """What a cache says after writes of the engine and of a connector, and its bytes."""
-    made = cache(way, dtype)
+    groups = groups_of([], layers=3, block_size=4, heads=2, window=8, narrow=narrow)
+    with device.activate(WAYS[way]()):
+        made = PagedCache(BOOK, 6, 4, layout, groups, dtype=dtype)
     slots = np.array([5, 9, 22])
     with device.activate(WAYS[way]()):
         poisoned = made.poison(0, np.array([2, 4]), content(7, 8, 9), np.array([2, 0]))
@@ -67,6 +72,21 @@ def test_all_ways_write_and_find_the_same(dtype: torch.dtype) -> None:
     ]
     for way in ("tensors", "kernels"):
         other, theirs = used(way, dtype)
+        assert other == said
+        assert all(torch.equal(one, two) for one, two in zip(tensors, theirs, strict=True))
+
+
+@pytest.mark.parametrize("layout", UNLIKE)
+@pytest.mark.parametrize("narrow", ["first", "last"])
+def test_a_layer_may_have_half_of_the_heads(narrow: str, layout: str) -> None:
+    plain, _ = used("arrays")
+    said, tensors = used("arrays", narrow=narrow, layout=layout)
+    assert said == plain
+    assert [len(tensor[0]) for tensor in tensors] == ([1, 2, 2] if narrow == "first" else [2, 2, 1])
+    sizes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert tensors[0].untyped_storage().nbytes() == sizes
+    for way in ("tensors", "kernels"):
+        other, theirs = used(way, narrow=narrow, layout=layout)
         assert other == said
         assert all(torch.equal(one, two) for one, two in zip(tensors, theirs, strict=True))
 

@@ -174,6 +174,8 @@ class NoModel(Executor):
     """The only layout that the model's attention supports."""
     window = 0
     """Tokens that the model's second layer attends to; 0: it has one layer."""
+    wide = 0
+    """KV heads of the model's second layer, if the first one has others; 0: it has one layer."""
 
     def _init_executor(self) -> None:
         self.outputs: list[Any] = []
@@ -195,6 +197,8 @@ class NoModel(Executor):
             sizes = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
             sizes["block_size"] = self.cache_config.block_size
             specs = {"layer.0": FullAttentionSpec(**sizes)}
+            if self.wide:
+                specs["layer.1"] = FullAttentionSpec(**{**sizes, "num_kv_heads": self.wide})
             if self.window:
                 specs["layer.1"] = SlidingWindowSpec(sliding_window=self.window, **sizes)
             return [specs]

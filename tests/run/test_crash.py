@@ -11,6 +11,7 @@ import pytest
 from core_rig import REFERENCE
 from kvconform.config.target import Target
 from kvconform.contract.loader import load_spec
+from kvconform.judge.verdict import Verdict
 from kvconform.run.case import run_and_judge
 
 SPEC = load_spec()
@@ -32,3 +33,4 @@ def test_a_crash_that_breaks_no_requirement_is_the_harness_error(
     report = run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path)
     assert report.harness_error is not None
     assert "Duplicate torch object" in report.harness_error
+    assert {row.verdict for row in report.rows} == {Verdict.ERROR}  # and so there is no verdict
