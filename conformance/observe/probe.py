@@ -197,7 +197,7 @@ def _has_metadata(connector: Any) -> bool:
 
     It may keep them where it likes. That the question raises is seen when the engine asks it.
     """
-    if not hasattr(connector, "has_connector_metadata"):  # before vLLM 0.11.1
+    if not hasattr(connector, "has_connector_metadata"):  # an older release
         return getattr(connector, "_connector_metadata", None) is not None
     active, Probe.active = Probe.active, None
     try:

@@ -196,6 +196,14 @@ class Metrics:
         ]
 
 
+def _equal(events: list[Any], others: list[Any]) -> bool:
+    """Return whether two lists of events are equal; False if they cannot be compared."""
+    try:
+        return bool(events == others)
+    except Exception:  # of a class of the connector's own
+        return False
+
+
 SAME = 3
 """Equal lists of events in so many idle steps after the first: the list is made again each time."""
 _engines: WeakKeyDictionary[Trace, int] = WeakKeyDictionary()
@@ -276,7 +284,7 @@ class Telemetry:
         events = list(call.result)
         call.result = events  # a generator can be read only once
         self.publishes = self.publishes or bool(events)
-        unchanged = bool(events) and not self._worked and events == self.taken
+        unchanged = bool(events) and not self._worked and _equal(events, self.taken)
         self._same = self._same + 1 if unchanged else 0
         self._worked = False
         for event in events:
