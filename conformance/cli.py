@@ -375,7 +375,9 @@ def lint(
     root: Annotated[
         Text,
         typer.Argument(
-            metavar="[DIR]", help="default: the built-in specification", show_default=False
+            metavar="[DIR]",
+            help="has cases/ and requirements/; default: the built-in specification",
+            show_default=False,
         ),
     ] = None,
     strict: Annotated[

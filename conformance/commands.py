@@ -125,12 +125,12 @@ def _flat(text: str) -> str:
 def lint(root: str | None, *, strict: bool = False) -> int:
     """Print the findings, and return 1 if one of them is no warning, else 0.
 
-    UsageError if there is no directory `root`.
+    UsageError if there is no directory `root`, or nothing to check in it.
     """
     from kvconform.dev.lint import lint_root
 
-    if root is not None and not Path(root).is_dir():
-        raise UsageError(f"there is no directory {root}")
+    if root is not None:
+        _check_is_specification(Path(root))
     findings = lint_root(Path(root) if root is not None else None, strict=strict)
     for finding in findings:
         print(finding)
@@ -138,6 +138,17 @@ def lint(root: str | None, *, strict: bool = False) -> int:
     counts = [_count(len(findings) - warnings, "finding"), _count(warnings, "warning")]
     print(", ".join(filter(None, counts)) or "nothing found", file=sys.stderr)
     return int(len(findings) > warnings)
+
+
+def _check_is_specification(root: Path) -> None:
+    if root.is_file():
+        raise UsageError(
+            f"{root} is a file: lint checks a directory; kvconform run --case {root} checks a case"
+        )
+    if not root.is_dir():
+        raise UsageError(f"there is no directory {root}")
+    if not any((root / name).is_dir() for name in ("cases", "requirements")):
+        raise UsageError(f"{root} has neither cases/ nor requirements/: there is nothing to check")
 
 
 def _count(number: int, word: str) -> str:

@@ -78,6 +78,8 @@ def test_lint_of_broken_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         ),
         (("list", "bugs"), "kvconform: list what? 'bugs' is none of requirements, cases, profiles"),
         (("lint", "/no/such/directory"), "kvconform: there is no directory /no/such/directory"),
+        (("lint", "/dev"), "kvconform: /dev has neither cases/ nor requirements/"),
+        (("lint", __file__), f"kvconform: {__file__} is a file: lint checks a directory"),
         (
             ("run", "--engine", "fast"),
             ("kvconform: --engine: must be 'reference', 'vllm', 'live' or 'all' (it is"),

@@ -378,20 +378,24 @@ def _validate(raw: dict[str, Any], place: str) -> Settings:
             wrong[name] = f"{place}: unknown setting {key!r}{close}"
     if isinstance(data.get("expected_failures"), list):
         data["expected_failures"] = [_dates_as_text(entry) for entry in data["expected_failures"]]
+    where = "" if place == COMMAND_LINE else f"{place}: "
     try:
         settings = Settings.model_validate(data)
-        if not wrong:
-            complete(settings.capabilities)
-            return settings
     except UsageError as error:
-        where = "" if place == COMMAND_LINE else f"{place}: "
         raise UsageError(f"{where}{error.message}") from None
     except ValidationError as error:
         for problem in error.errors(include_url=False):
             at = problem["loc"]
             is_entry = len(at) > 1 and isinstance(at[1], int)  # others have an error for each type
             wrong.setdefault(str(at if is_entry else at[0]), _in_a_sentence(problem, place))
-    raise UsageError("\n".join(wrong.values()))
+    try:
+        if "capabilities" not in wrong:
+            complete(data.get("capabilities", {}))
+    except UsageError as error:
+        wrong["capabilities"] = f"{where}{error.message}"
+    if wrong:
+        raise UsageError("\n".join(wrong.values()))
+    return settings
 
 
 def _in_a_sentence(problem: Any, place: str) -> str:

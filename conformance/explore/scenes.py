@@ -106,6 +106,22 @@ def third_request(dice: Dice, block: int) -> Scene:
     return Scene(steps, other + 2, {"budget": 256})
 
 
+def fails_beside(dice: Dice, block: int) -> Scene:
+    """Let two or three requests load different prompts in one step, of which one load fails."""
+    length = dice.number(2, 4) * block + dice.pick([0, 1, 2])
+    sources = "abc"[: dice.number(2, 3)]
+    steps = [_add(name, length, 1) for name in sources]
+    steps += DROP
+    failing = dice.number(0, len(sources) - 1)
+    positions = dice.pick(["all", [dice.number(0, length - 1)]])
+    for number, (name, source) in enumerate(zip("def", sources, strict=False)):
+        steps.append(_add(name, {"same": source}, dice.number(1, 3)))
+        if number == failing:
+            steps.append({"fail-load": {"req": name, "positions": positions}})
+    steps += [*DROP, _add("g", {"same": dice.pick(list(sources))}, 2), RUN]
+    return Scene(steps, length + 3, {"budget": dice.pick([64, block + 1])})
+
+
 def fails_again(dice: Dice, block: int) -> Scene:
     """Let loads of two requests into the same few blocks fail, while a chunk rests on each."""
     blocks = dice.number(2, 4)
@@ -385,6 +401,7 @@ SCENES = (
     Kind(no_room),
     Kind(freed_at_once),
     Kind(third_request),
+    Kind(fails_beside),
     Kind(fails_again),
     Kind(ends_while_saving),
     Kind(session),

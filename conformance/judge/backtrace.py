@@ -522,7 +522,7 @@ def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
     did. For wrong bytes of another place, the admissions, preemptions, resumptions, saves and the
     steps of these saves of the request there are added. For something left over at the end, the
     lives of the requests that it belongs to are added. For KV that did not come back, the steps
-    that computed it, and its saves.
+    that computed it, and its saves. For an incomplete load, the loads that failed in its step.
     """
     event = next(e for e in trace if e["seq"] == seq)
     left = _left_over(trace, event) if event["kind"] == "run.end" else []
@@ -538,6 +538,7 @@ def excerpt(trace: list[Event], seq: int, req: str | None) -> list[Event]:
         *_of_claimed(trace, event),
         *_outlived(trace, event),
         *_not_brought_back(trace, event),
+        *_failed_beside(trace, event),
     ]
     origin = [e for e in behind if e["seq"] < seq and e["seq"] not in there]
     lives = [e for e in _lives(trace, left, seq) if e["seq"] not in there]
@@ -740,6 +741,13 @@ def _of_claimed(trace: list[Event], event: Event) -> list[Event]:
         or (e["kind"] == "plan" and e["op"] == "save")
         or e.get("listed_as") == "new"
     ]
+
+
+def _failed_beside(trace: list[Event], event: Event) -> list[Event]:
+    """Return which loads failed in the step in which another one is incomplete."""
+    if event["kind"] != "load.due" or not event["missing"] or event["reported_failed"]:
+        return []
+    return [e for e in trace if e["kind"] == "transfer.failed" and e["step"] == event["step"]]
 
 
 def _outlived(trace: list[Event], event: Event) -> list[Event]:

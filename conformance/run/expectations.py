@@ -468,8 +468,11 @@ class Reloads:
         It is the request's own KV, or KV that the engine's cache still had then. The connector saw
         such KV before the reset, and does not see it again. The engine's cache is not emptied while
         blocks are held. The connector is not told whether it was: after any reset, it may leave
-        local hits alone, which the request that computed them has saved, except for `skip_last`.
+        local hits alone, which the request that computed them has saved. That one may have left out
+        its last block (`skip_last`), its last tokens (they fill no chunk), or its output.
         """
+        caps = self.state.caps
+        saves_all = caps["saves"] == "all" and not caps["skip_last"]
         key = self.state.incarnation(source)
         events = self.state.trace.events
         began = False  # the request has an allocation
@@ -485,7 +488,8 @@ class Reloads:
                     kept.discard(e.get("on"))
             elif e["kind"] == "alloc" and (e["req"], e["generation"]) == key:
                 began = True
-                is_doubtful = e.get("on") in kept or (was_reset and self.state.caps["skip_last"])
+                is_whole = saves_all and not e["local"] % max(caps["chunk_tokens"], 1)
+                is_doubtful = e.get("on") in kept or (was_reset and not is_whole)
                 found = found or bool(is_doubtful and e["local"] > 0)
         return found
 

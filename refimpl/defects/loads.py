@@ -50,6 +50,21 @@ class SilentlyPartial(ReferenceConnector):
                 self._load_layer(piece, layer)
 
 
+class GivesUpTheRest(ReferenceConnector):
+    """Ends the loads of a step at the first one that fails, and reports nothing of the others."""
+
+    _gave_up = False
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._gave_up = False
+        super().start_load_kv(forward_context, **kwargs)
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        if not self._gave_up:
+            super()._load(load, layers)
+            self._gave_up = bool(self._invalid)
+
+
 class ReportsLate(ReferenceConnector):
     """Reports the failed blocks of a load one step late, when others have computed with them."""
 

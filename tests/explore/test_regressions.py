@@ -606,3 +606,23 @@ def test_what_a_case_has_damaged_may_be_found_gone_at_any_time(damaged: bool) ->
     )
     previous: Any = SimpleNamespace(activity=3, local=0)
     assert Observer._may_have_shrunk(observer, previous, 0) is damaged
+
+
+@pytest.mark.parametrize("name", ["prompt", "whole-chunks", "unfull-chunk"])
+def test_after_a_reset_the_rest_of_a_chunk_may_stay_local(name: str, tmp_path: Path) -> None:
+    """`shared.found` was wrongly reported: the first request had left it out, as no whole chunk."""
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 14, "max_tokens": 7}},
+        {"reset": {"running": False, "connector": True}},
+        {"run": {}},
+        {"add": {"req": "b", "prompt": {"of": "a", "then": 5}, "max_tokens": 7}},
+        {"run": {}},
+        {"on": "d"},
+        {"add": {"req": "c", "prompt": {"same": "b"}, "max_tokens": 1, "reloads": "b"}},
+        {"run": {}},
+    ]
+    config: Data = {"budget": 4, "engines": {"p": "kv_producer", "d": "kv_consumer"}}
+    config["num_blocks"] = 64
+    workload = mended(steps, config=config, needs="store")
+    found = outcome(workload, target_of(name), SPEC, tmp_path, strict=True)
+    assert (found.error, found.failures, found.unknown) == (None, [], [])
