@@ -379,6 +379,7 @@ def _validate(raw: dict[str, Any], place: str) -> Settings:
     if isinstance(data.get("expected_failures"), list):
         data["expected_failures"] = [_dates_as_text(entry) for entry in data["expected_failures"]]
     where = "" if place == COMMAND_LINE else f"{place}: "
+    settings = None
     try:
         settings = Settings.model_validate(data)
     except UsageError as error:
@@ -393,7 +394,7 @@ def _validate(raw: dict[str, Any], place: str) -> Settings:
             complete(data.get("capabilities", {}))
     except UsageError as error:
         wrong["capabilities"] = f"{where}{error.message}"
-    if wrong:
+    if wrong or settings is None:
         raise UsageError("\n".join(wrong.values()))
     return settings
 
