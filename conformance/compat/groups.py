@@ -139,9 +139,14 @@ def build_cache_config(cache: PagedCache) -> KVCacheConfig:
     specs = [_spec(group, *shape) for group in cache.registered]
     page, depth = specs[0].page_size_bytes, max(map(len, names))
     if cache.groups[0].narrow:
-        each = _spec_of_each(cache, shape)
+        ones = _one_by_one(cache.registered[0])
+        own = [_spec(one, *shape) for one in ones]
+        each = dict(zip(names[0], own, strict=True))
         specs = [UniformTypeKVCacheSpecs(block_size=cache.block_size, kv_cache_specs=each)]
-        tensors = [_of_layer(cache, name, spec.page_size_bytes) for name, spec in each.items()]
+        tensors = [
+            _of_layer(cache, one, spec.page_size_bytes * cache.num_blocks)
+            for one, spec in zip(ones, own, strict=True)
+        ]
     elif "layers" in KVCacheTensor.__dataclass_fields__:  # since 0.31
         tensors = [_placed(cache, group, page * cache.num_blocks) for group in cache.groups]
     else:
@@ -171,26 +176,23 @@ def build_cache_config(cache: PagedCache) -> KVCacheConfig:
     return config
 
 
-def _spec_of_each(cache: PagedCache, shape: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the KVCacheSpec of each layer of the only group, by name."""
-    [group] = cache.registered
-    return {
-        cache.names[layer]: _spec(replace(group, heads=group.heads_of(layer)), *shape)
+def _one_by_one(group: Group) -> list[Group]:
+    """Return a group of its own for each layer of a group, with the heads of that layer."""
+    return [
+        replace(group, layers=(layer,), heads=group.heads_of(layer), narrow=frozenset())
         for layer in group.layers
-    }
+    ]
 
 
-def _of_layer(cache: PagedCache, name: str, page: int) -> KVCacheTensor:
-    """Return where a layer of the only group lies in memory; `page`: bytes of its blocks."""
-    size = page * cache.num_blocks
+def _of_layer(cache: PagedCache, alone: Group, region: int) -> KVCacheTensor:
+    """Return where one layer lies in the memory of all; `region`: bytes of that layer."""
+    [layer] = alone.layers
     if "layers" not in KVCacheTensor.__dataclass_fields__:
-        return KVCacheTensor(size=size, shared_by=[name])
-    tensor = cache.tensors[cache.names.index(name)]
-    return KVCacheTensor(
+        return KVCacheTensor(size=region, shared_by=[cache.names[layer]])
+    tensor = cache.tensors[layer]
+    return replace(
+        _placed(cache, alone, region),
         size=tensor.untyped_storage().nbytes(),
-        layers=[name],
-        layer_stride=size,
-        block_stride=tensor.stride(0) * tensor.element_size(),
         offset=tensor.storage_offset() * tensor.element_size(),
     )
 

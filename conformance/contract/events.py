@@ -1086,6 +1086,11 @@ def is_restart(event: Mapping[str, Any]) -> bool:
     return event["kind"] == "engine.lifecycle" and event["op"] == "restart"
 
 
+def is_kill(event: Mapping[str, Any]) -> bool:
+    """Return whether an event is a kill of the engine's process in the midst of a save. Pure."""
+    return event["kind"] == "engine.lifecycle" and event["op"] == "killed"
+
+
 def crash(where: str, error: BaseException | str, hook: str | None) -> dict[str, Any]:
     """Return the fields of `engine.crash`; `error` may be a sentence instead of an error. Pure."""
     said = {**raised(None), "error": error} if isinstance(error, str) else raised(error)

@@ -102,10 +102,7 @@ def build(
     _build_workers(variant, trace, view, memory)
     with noted(trace, "start", target.resolve()) if connected else nullcontext():
         view.scheduler = build_scheduler(
-            variant,
-            config,
-            of_scheduler(ranks.first.cache_config),
-            with_connector=connected,
+            variant, config, of_scheduler(ranks.first.cache_config), with_connector=connected
         )
     reports = None
     if connected:

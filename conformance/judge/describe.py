@@ -118,12 +118,9 @@ def _due(e: Event) -> str:
 
 def _said_of(e: Event) -> str:
     """Return what was reported of a load that lacks something, in words."""
-    positions = e.get("reported", ())
-    return (
-        f"only {_positions(positions)} reported as failed"
-        if positions
-        else ("no failure was reported")
-    )
+    if e.get("reported"):
+        return f"only {_positions(e['reported'])} reported as failed"
+    return "no failure was reported"
 
 
 def _lacking(e: Event) -> list[str]:

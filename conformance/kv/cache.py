@@ -193,12 +193,10 @@ class PagedCache:
         # One allocation for all layers, as in vLLM: a layer's tensor is a view with an offset into
         # shared storage.
         depth = max(len(group.layers) for group in self.groups)
-        page = max(group.heads * group.block_size for group in self.groups) * book.width
-        elements = depth * num_blocks * page
-        if self.groups[0].narrow:
-            sizes = [self.groups[0].heads_of(layer) for layer in self.groups[0].layers]
-            elements = sum(sizes) * self.groups[0].block_size * book.width * num_blocks
-        pages = device.current.allocate(elements, dtype)
+        rows = max(  # of a block, in all layers of its group
+            sum(map(group.heads_of, group.layers)) * group.block_size for group in self.groups
+        )
+        pages = device.current.allocate(num_blocks * rows * book.width, dtype)
         copy = torch.zeros_like(pages)
         views, shadow = list(self.tensors), list(self.tensors)
         for group in self.groups:

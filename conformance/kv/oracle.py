@@ -217,7 +217,8 @@ class Grant:
         lacking = self.lacking()
         if len(self.groups) > 1 or not lacking:
             return bool(lacking) and lacking <= failed
-        return any(position <= self.missing()[0] for position in self.named(failed)[:1])
+        named = self.named(failed)
+        return bool(named) and named[0] <= self.missing()[0]
 
 
 def slots_of(

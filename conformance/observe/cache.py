@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
+from kvconform.contract.events import is_kill
 from kvconform.contract.trace import Event, Trace
 from kvconform.errors import UsageError
 from kvconform.files import sizes_below
@@ -114,10 +115,7 @@ class CacheObserver:
         # Levels that had something when the engine started.
         self._used = {size["name"] for size in self._sizes() if size["bytes"]}
         # A process that was killed has left what it was writing.
-        self._leftovers = any(
-            event["kind"] == "engine.lifecycle" and event["op"] == "killed"
-            for event in trace.events
-        )
+        self._leftovers = any(map(is_kill, trace.events))
 
     def listen(self, probe: Probe) -> None:
         """Look at the cache after every lookup."""

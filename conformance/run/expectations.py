@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvconform.compat.vllm_api import COUNTS_IN_FLIGHT
-from kvconform.contract.events import is_restart
+from kvconform.contract.events import is_kill, is_restart
 from kvconform.contract.expectations import Expectation
 from kvconform.contract.steps import DISK_FULL
 from kvconform.contract.trace import Event
@@ -199,9 +199,9 @@ class Expectations:
         return self._bounded(arg, len(events), "preemptions")
 
     def _killed(self, wanted: bool) -> str | None:
-        kills = [e for e in self._events if e["kind"] == "engine.lifecycle" and e["op"] == "killed"]
-        was = "was" if kills else "was not"
-        return None if bool(kills) == wanted else f"the process {was} killed in the midst of a save"
+        killed = any(map(is_kill, self._events))
+        was = "was" if killed else "was not"
+        return None if killed == wanted else f"the process {was} killed in the midst of a save"
 
     def _resumed(self, arg: Any) -> str | None:
         events = self._of("req.scheduled", arg.req)

@@ -576,24 +576,22 @@ def test_what_is_stored_again_in_the_background_gets_its_time(tmp_path: Path) ->
     assert (found.error, found.failures, found.unknown) == (None, [], [])
 
 
-AFTER_DAMAGE: list[Data] = [
-    {"add": {"req": "a", "prompt": 13, "max_tokens": 2}},
-    {"run": {}},
-    {"drop-local": {}},
-    {"damage": {"files": "garbage"}},
-    {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 3}},
-    {"add": {"req": "c", "prompt": {"of": "a", "then": 3}, "max_tokens": 2}},
-    {"run": {}},
-    {"drop-local": {}},
-    {"add": {"req": "d", "prompt": {"same": "a"}, "max_tokens": 2}},
-    {"run": {}},
-]
-
-
 def test_a_chunk_that_is_stored_again_is_read_again(tmp_path: Path) -> None:
     """`blending` remembered a damaged chunk as empty, and served less than it had announced."""
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 13, "max_tokens": 2}},
+        {"run": {}},
+        {"drop-local": {}},
+        {"damage": {"files": "garbage"}},
+        {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 3}},
+        {"add": {"req": "c", "prompt": {"of": "a", "then": 3}, "max_tokens": 2}},
+        {"run": {}},
+        {"drop-local": {}},
+        {"add": {"req": "d", "prompt": {"same": "a"}, "max_tokens": 2}},
+        {"run": {}},
+    ]
     config: Data = {"load_failure_policy": "fail", "num_blocks": 64}
-    workload = mended(AFTER_DAMAGE, config=config, policies=["deny-first-alloc"])
+    workload = mended(steps, config=config, policies=["deny-first-alloc"])
     found = outcome(workload, target_of("blending"), SPEC, tmp_path, strict=True)
     assert (found.error, found.failures, found.unknown) == (None, [], [])
 
