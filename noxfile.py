@@ -60,6 +60,9 @@ KERNELS = ("torch==2.13.0", "triton>=3.6", "numpy")
 OLDEST_TRITON = "triton==3.6.0"
 """The oldest that KERNELS allows. Its compiler needs more registers than later ones."""
 
+TAKES_A_VALUE = ("--connector", "--template", "--workers", "-n")
+"""Options of `kvconform init` that are followed by a value."""
+
 EXAMPLES = "400"
 """Random workloads for each independent connector; long tests draw some of other seeds."""
 
@@ -157,6 +160,14 @@ def init(session: nox.Session) -> None:
     """
     here = Path(session.invoked_from)
     rest = options(session)[1]
+    before = ["", *rest]
+    for word, previous in zip(rest, before, strict=False):
+        is_folder = not word.startswith("-") and previous not in TAKES_A_VALUE
+        if is_folder and not (here / word).exists():
+            # Said here, so that nobody waits for an environment first.
+            session.error(
+                f"there is no folder {word}; --template {word} begins a new connector there"
+            )
     folders = [word for word in rest if (here / word).is_dir()]
     if not folders and "--template" not in rest:
         folders = ["."]

@@ -80,8 +80,10 @@ def _check_package(symbol: str, pythonpath: Sequence[str]) -> None:
 
 
 def _folder_of(package: str) -> Path | None:
-    """Return the folder, one level below the current one, that has such a module or package."""
+    """Return the current folder, or one below it, that has such a module or package."""
     here = Path.cwd()
+    if (here / f"{package}.py").is_file() or (here / package / "__init__.py").is_file():
+        return here
     found = sorted([*here.glob(f"*/{package}.py"), *here.glob(f"*/{package}/__init__.py")])
     return here / found[0].relative_to(here).parts[0] if found else None
 

@@ -295,7 +295,7 @@ def _unmet(
     if brief:
         console.print(f"\n[dim]{text} (report.html names them).[/]", soft_wrap=True)
         return
-    text += ", as where little is stored, or late"
+    text += ". This is no failure: little may be stored, or late, or prompts only"
     if found.unreached:
         text += f". They did not exercise {listed(list(found.unreached), UNREACHED)}"
     console.print()

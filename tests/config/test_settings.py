@@ -230,6 +230,8 @@ class TestEnvironment:
             ("below/theirs.py", "did you mean theirs:Theirs with --pythonpath below?"),
             ("mine.py", "add its class, as mine:MyConnector"),
             ("pkg/inside/conn.py:Conn", "did you mean pkg.inside.conn:Conn?"),
+            ("mine:Conn", "or give --pythonpath {here}"),
+            ("pkg.inside.conn:Conn", "or give --pythonpath {here}"),
             ("theirs:Conn", "or give --pythonpath {here}/below"),
             ("none.py:Conn", "there is no package 'none'"),
         ],

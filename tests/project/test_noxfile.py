@@ -378,6 +378,30 @@ def test_the_vllm_that_a_session_is_about(
     assert module.noxenv.ENV["KVCONFORM_THROUGH"].split()[4:] == given
 
 
+@pytest.mark.parametrize("given", [["../none"], ["--workers", "2", "../none"]])
+def test_a_folder_that_is_not_there_is_said_before_anything_is_installed(
+    sessions: Any, given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "prepare", pytest.fail)
+    function = getattr(sessions.init, "func", sessions.init)
+    with pytest.raises(SessionError, match=r"there is no folder \.\./none"):
+        function(Chosen("init", *given))
+
+
+@pytest.mark.parametrize(
+    "given", [[str(ROOT)], ["--template", "../new"], ["--connector", "mod:Conn", "-n", "1"], []]
+)
+def test_a_folder_that_is_there_or_is_to_be_made_is_not_missed(
+    sessions: Any, given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions.noxenv, "has_gpu", lambda: False)
+    monkeypatch.setattr(sessions.noxenv, "Environment", Made)
+    monkeypatch.setattr(sessions.noxenv, "install_connector", lambda session, env, items: env)
+    function = getattr(sessions.init, "func", sessions.init)
+    function(Chosen("init", *given))
+    assert Made.runs[-1] == ("init", *given)
+
+
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [([], ["0.31.0", "0.33.0"]), (["--vllm", "0.32.0, vllm==0.11.2,0.32.0"], ["0.32.0", "0.11.2"])],
