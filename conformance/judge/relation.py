@@ -5,6 +5,8 @@ The matching events of each run are projected to values and grouped by `per` (on
 The groups must be equal. With `prefix`, a group that only stops earlier is equal, too: an abort may
 land at another token. With `common`, one value that both
 runs have is enough: a connector with threads may do more of one kind, or in other parts.
+
+A run of ALIKE must also get as far as the first: it must not crash or stall if that does not.
 """
 
 from __future__ import annotations
@@ -26,6 +28,10 @@ RUNS = {
     "alone": "without the MultiConnector around it",
 }
 """How the second of two runs differs from the first, in words."""
+
+ALIKE = ("pickled-metadata", "second-process", "hash-seed")
+"""Runs in which all of the connector is as in the first, and does the same."""
+ENDINGS = ("engine.crash", "engine.stall")
 
 Side = tuple[Any, Event]
 """The value that an event was projected to, and the event."""
@@ -70,6 +76,13 @@ class RelateMonitor(Monitor):
             req = next((side[1].get("req") for side in (one, two) if side is not None), None)
             about = {"seq": at.get("seq", 0), "step": at.get("step", 0), "req": req}
             self.add(at, about, partial(self.describe, names, key, index, one, two))
+        ending = next((event for event in traces[1] if event["kind"] in ENDINGS), None)
+        ended = any(event["kind"] in ENDINGS for event in traces[0])
+        if names[1] in ALIKE and ending is not None and not ended:
+            self.exercised += 1
+            same_step = (e for e in reversed(traces[0]) if e.get("step", 0) <= ending["step"])
+            at = next(same_step, end)
+            self.add(at, at, partial(self.describe_ending, names, ending))
 
     def describe(
         self, names: Sequence[str], key: Any, index: int, one: Side | None, two: Side | None
@@ -90,6 +103,11 @@ class RelateMonitor(Monitor):
         if one is None or describe(dict(one[1])) is None:
             sentence = f"{ours}; {sentence}"
         return sentence, check
+
+    def describe_ending(self, names: Sequence[str], ending: Event) -> Said:
+        """Return how the second run broke off, and the check."""
+        check = f"`{names[1]}` ended with {ending['kind']} in step {ending['step']}"
+        return f"{RUNS[names[1]]}: {describe(dict(ending))}", f"{check}, and `{names[0]}` did not"
 
     def groups(self, trace: Sequence[Event]) -> Groups:
         """Return the projected values of the matching events, by group."""

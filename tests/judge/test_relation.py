@@ -101,6 +101,34 @@ def test_guards_and_missing_runs() -> None:
     assert relate_runs(req, {"connector": []}) is None
 
 
+@pytest.mark.parametrize("run", ["pickled-metadata", "second-process", "hash-seed"])
+def test_a_run_that_breaks_off_does_not_agree_with_one_that_does_not(run: str) -> None:
+    crash = {
+        "kind": "engine.crash", "seq": 2, "step": 3, "error": "RemoteError: no table", "hook": "x"
+    }  # fmt: skip
+    spec = {"runs": ["connector", run], "event": "sample", "project": "e.token", "prefix": True}
+    req = Requirement.model_validate({"id": "x.y", "text": "It MUST be.", "relate": spec})
+    step_3 = {"kind": "worker.step_end", "seq": 8, "step": 3}
+    whole = [*A, step_3, {"kind": "run.end", "seq": 9, "step": 7}]
+    broken = [A[0], crash]
+    found = relate_runs(req, {"connector": whole, run: broken})
+    assert found is not None and found.count == 1
+    violation = found.violations[0]
+    assert (violation.step, violation.event) == (
+        3,
+        8,
+    ) and "RemoteError: no table (in x)" in violation.message
+    assert violation.check == f"`{run}` ended with engine.crash in step 3, and `connector` did not"
+    for fine in ({"connector": [*whole, crash], run: broken}, {"connector": whole, run: whole}):
+        both = relate_runs(req, fine)
+        assert both is not None and both.count == 0
+
+
+def test_a_run_without_a_connector_that_breaks_off_is_no_fault_of_the_connector() -> None:
+    crash = {"kind": "engine.crash", "seq": 2, "step": 3, "error": "OSError: full", "hook": None}
+    assert compare(A, [A[0], crash], prefix=True).count == 0
+
+
 def test_a_projection_that_raises_is_an_error() -> None:
     found = compare([{"kind": "sample"}], [])
     assert found.error is not None and "KeyError" in found.error
