@@ -20,6 +20,7 @@ from kvconform.observe.ledger import Ledger, counted
 from kvconform.observe.observer import Observer
 from kvconform.observe.probe import Probe
 from kvconform.observe.relay import Relay
+from kvconform.observe.statistics import Statistics
 from kvconform.observe.telemetry import Telemetry, Watch
 
 DRAFT_TOKEN = 2
@@ -40,6 +41,7 @@ class EngineParts:
     ledger: Ledger
     watch: Watch
     telemetry: Telemetry
+    statistics: Statistics
     relay: Relay | None
 
 
@@ -57,7 +59,8 @@ class Engine:
         self.ledger = parts.ledger
         self.watch = parts.watch
         self.telemetry = parts.telemetry
-        self.telemetry.seen.cache = parts.executor.cache
+        self.statistics = parts.statistics
+        self.statistics.seen.cache = parts.executor.cache
         self.relay = parts.relay
         self.ranks = parts.view.ranks
         self.queue = parts.view.queue

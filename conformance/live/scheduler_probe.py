@@ -34,6 +34,7 @@ from kvconform.observe.inspector import inspector_of, shows_plans
 from kvconform.observe.ledger import Ledger, RankReports, counted
 from kvconform.observe.observer import Observer
 from kvconform.observe.probe import Probe
+from kvconform.observe.statistics import Statistics
 from kvconform.observe.telemetry import HashBook, Telemetry, Watch
 from kvconform.observe.view import block_tables
 
@@ -121,6 +122,7 @@ class SchedulerProbe:
             shared=os.environ.get(SHARED) == "1",
             groups=len(self.loads.shape.groups),
         )
+        self.statistics = Statistics(trace, probe, config, alone=self.telemetry.is_alone)
         self.observer = Observer(trace, probe, self.memory, self.view)
         self.inspector: Any = inspector_of(scheduler.connector)
         self.pool = scheduler.kv_cache_manager.block_pool

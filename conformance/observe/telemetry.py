@@ -2,25 +2,17 @@
 """Listeners for the data that a connector exports, and for the data that the engine gives to it.
 
 - `HashBook` compares the engine's block hashes with the contents that the harness knows.
-- `Telemetry` checks KV events, statistics, metrics and handshake metadata: it does what their
-  readers do.
+- `Telemetry` checks KV events and handshake metadata: it does what their readers do.
 - `Watch` checks the requests that the engine shows, and that hooks do not change their arguments.
 """
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from numbers import Number, Real
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvconform.compat.block_keys import ExtraKeys, extra_keys_of
@@ -31,7 +23,6 @@ from kvconform.observe.announced import Announced
 from kvconform.observe.call import Call
 from kvconform.observe.digest import canonical, pickle_round_trip
 from kvconform.observe.probe import Probe
-from kvconform.observe.seen import Seen
 
 
 @dataclass(frozen=True)
@@ -141,61 +132,6 @@ class HashBook:
                 yield key
 
 
-class Metrics:
-    """A connector's metrics, made of Prometheus' own classes in a registry of their own."""
-
-    def __init__(self, build: Callable[..., Any], config: Any) -> None:
-        self._registry = CollectorRegistry()
-        kinds = {kind: self._registered(kind) for kind in (Gauge, Counter, Histogram)}
-        self._made = build(config, kinds, ["model_name", "engine"], {0: ["tiny", "0"]})
-        self._last = self._values()
-        self.moved = 0
-        """How many observations have changed a value."""
-
-    @property
-    def exist(self) -> bool:
-        """Whether the connector has metrics."""
-        return self._made is not None
-
-    def _registered(self, kind: type[Any]) -> type[Any]:
-        registry = self._registry
-
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            kind.__init__(self, *args, **{**kwargs, "registry": registry})
-
-        return type(kind.__name__, (kind,), {"__init__": __init__})
-
-    def totals(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the values of those metrics that exist, over all of their labels, by name."""
-        exported: dict[str, float] = {}
-        for metric in self._registry.collect():
-            for sample in metric.samples:
-                exported[sample.name] = exported.get(sample.name, 0.0) + sample.value
-        found = {}
-        for name in names:
-            values = [exported[each] for each in (name, f"{name}_total") if each in exported]
-            if values:
-                found[name] = sum(values)
-        return found
-
-    def observe(self, data: dict[str, Any]) -> None:
-        """Show the metrics what the connector has sent. Raises what they raise."""
-        if not self.exist:
-            return
-        self._made.observe(data, 0)
-        values = self._values()
-        self.moved += values != self._last
-        self._last = values
-
-    def _values(self) -> list[tuple[str, dict[str, str], float]]:
-        return [
-            (sample.name, sample.labels, sample.value)
-            for metric in self._registry.collect()
-            for sample in metric.samples
-            if sample.value and not sample.name.endswith("_created")
-        ]
-
-
 def _equal(events: list[Any], others: list[Any]) -> bool:
     """Return whether two lists of events are equal; False if they cannot be compared."""
     try:
@@ -242,24 +178,11 @@ class Telemetry:
         """What this engine has announced."""
         self.withdrawn_from = [self.announced]
         """Announcements that a withdrawal ends: those of all engines, which may share a store."""
+        self._ended = False
         self.taken: list[Any] = []
         """The events of the last call, kept alive so that they can be compared by identity."""
         self._worked = False  # whether tokens were scheduled since the last call
         self._same = 0  # how many calls before had equal events, with nothing to do in between
-        self.last: dict[str, Any] = {}
-        """The statistics that each half returned last."""
-        self.metrics: Metrics | None = None
-        """The connector's metrics; None before the first statistics."""
-        self.declared: Mapping[str, list[str]] = {}
-        """Names of the counters that the connector declares, by their meaning."""
-        self.logged: dict[str, float] = {}
-        """Totals of the numbers that the logger would print, by name."""
-        self.own_counters: Callable[[], Mapping[str, float]] | None = None
-        """Returns totals that the connector keeps elsewhere than in its statistics, by name."""
-        self.compared = False
-        self.seen = Seen(trace, probe)
-        self.returned = self.filled = 0
-        """How many statistics were returned, and how many of them were not empty."""
         self.first = not shared and not any(
             event["kind"] == "request.new" for event in trace.events
         )
@@ -269,8 +192,7 @@ class Telemetry:
         probe.on("take_events", after=self._events)
         probe.on("get_num_new_matched_tokens", after=self._lookup)
         probe.on("reset_cache", after=self._reset)
-        probe.on("get_kv_connector_stats", after=self._stats)
-        probe.on("shutdown", before=self._total)
+        probe.on("shutdown", before=self._shutdown)
         probe.on("get_handshake_metadata", after=self._handshake)
 
     # -- KV events
@@ -397,7 +319,7 @@ class Telemetry:
         expected_end = self.book.reach(request, self.announced.tokens, local)
         finds_more = expected_end < (local + tokens) // size * size
         untold: Iterable[Any] = ()
-        if self.publishes and self._alone() and finds_more:
+        if self.publishes and self.is_alone() and finds_more:
             untold = self.book.between(
                 request, expected_end, local + tokens if self.groups > 1 else None
             )
@@ -414,6 +336,11 @@ class Telemetry:
             chain=self.book.numbers(self.book.between(request, 0, due)),
         )
 
+    def _shutdown(self, call: Call) -> None:
+        if call.half == "worker" and not self._ended:  # a worker half may be shut down twice
+            self._ended = True
+            self._never_served()
+
     def _never_served(self) -> None:
         """Take back what a lookup ought to have announced if its load failed: that was not served.
 
@@ -426,110 +353,9 @@ class Telemetry:
             elif event["kind"] == "transfer.failed" and event["req"] in latest:
                 self.trace.amend(latest[event["req"]], untold=[])
 
-    def _alone(self) -> bool:
+    def is_alone(self) -> bool:
         """Return whether no other engine of the run can have stored anything."""
         return self.first and _engines[self.trace] == 1
-
-    # -- statistics
-    def _stats(self, call: Call) -> None:
-        stats = call.result
-        if call.error is not None or not isinstance(stats, KVConnectorStats):
-            return
-        empty = bool(_try(stats.is_empty)[0])
-        same = self.last.get(call.half) is stats and not empty
-        self.last[call.half] = stats
-        self.returned += 1
-        self.filled += not empty
-        if self.declared:
-            self._log(_try(lambda: _copier(stats)().reduce())[0])
-        merged, merge_problem = _try(lambda: _merge(stats))
-        data, problem = _try(lambda: _sent(stats))
-        rebuilt = build_problem = observe_problem = None
-        if data is not None:
-            rebuilt, build_problem = _try(lambda: _build(call.connector, stats, data))
-            _, observe_problem = _try(
-                lambda: self._observe(call.connector, msgspec.msgpack.decode(data))
-            )
-        self.trace.emit(
-            "stats.taken",
-            half=call.half,
-            empty=empty,
-            kept=same,
-            merge=merge_problem,
-            encode=problem,
-            rebuilt=bool(rebuilt),
-            rebuild=build_problem,
-            observe=observe_problem,
-            lost=merged.lost if merged else None,
-            cleared=merged.cleared if merged else None,
-        )
-
-    def _total(self, call: Call) -> None:
-        """Record once, before the worker half is shut down, what came of statistics and lookups."""
-        if call.half != "worker":
-            return
-        if not self.compared:
-            self.compared = True
-            self._compare()
-            self._never_served()
-        if not self.returned:
-            return
-        self.trace.emit(
-            "stats.total",
-            returned=self.returned,
-            filled=self.filled,
-            metrics=self.metrics is not None and self.metrics.exist,
-            moved=self.metrics.moved if self.metrics else 0,
-            loaded=self._loads() if self._alone() else 0,
-        )
-        self.returned = 0
-
-    def _log(self, reduced: Any) -> None:
-        """Add up what the logger prints of the statistics of one step."""
-        for name, value in reduced.items() if isinstance(reduced, Mapping) else ():
-            if isinstance(value, Real):
-                self.logged[name] = self.logged.get(name, 0) + float(value)
-
-    def _compare(self) -> None:
-        """Compare the declared counters with what was seen of this engine's loads.
-
-        Only at the end of a run of one engine in which each granted load became due: only then is
-        all known that was loaded.
-        """
-        seen = self.seen.of_run() if self.declared and self._alone() else {}
-        own = self.own_counters() if seen and self.own_counters else {}
-        named = [name for what, names in self.declared.items() if what in seen for name in names]
-        exported = self.metrics.totals(named) if self.metrics and named else {}
-        for what, names in self.declared.items():
-            for name in names if what in seen else ():
-                places = {
-                    "log": self.logged.get(name),
-                    "metrics": exported.get(name),
-                    "own": own.get(name),
-                }
-                totals = {place: value for place, value in places.items() if value is not None}
-                for place, value in (totals or {"": 0.0}).items():
-                    self.trace.emit(
-                        "stats.compared",
-                        what=what,
-                        name=name,
-                        place=place,
-                        value=value,
-                        seen=seen[what][0],
-                        most=seen[what][1],
-                    )
-
-    def _loads(self) -> int:
-        """Return how many loads have written all that was granted."""
-        events = self.trace.events
-        return len([1 for e in events if e["kind"] == "load.due" and not e["missing"]])
-
-    def _observe(self, connector: Any, data: dict[str, Any]) -> None:
-        if self.metrics is None:
-            # MultiConnector builds a child and its metrics with a configuration of the child's own.
-            config = getattr(connector, "_vllm_config", self.config)
-            self.metrics = Metrics(type(connector).build_prom_metrics, config)
-        self.metrics.observe(data)
 
     # -- handshake
     def _handshake(self, call: Call) -> None:
@@ -562,119 +388,6 @@ def _shape(op: str, event: Any, hashes: list[Any], tokens: list[int], size: Any)
     if op == "stored" and (type(size) is not int or size < 0):
         return f"block_size is {size}"
     return "" if isinstance(event.medium, str) else "medium is missing"
-
-
-def _try(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return (result, None), or (None, one line about the exception)."""
-    try:
-        return call(), None
-    except Exception as error:  # it would be raised in the engine or in the front end
-        return None, f"{type(error).__name__}: {error}".splitlines()[0][:200]
-
-
-def _logged(value: Any) -> bool:
-    """Return whether the logger can print a reduced value.
-
-    It may be a number or text, or a mapping with the values of several connectors.
-    """
-    if isinstance(value, Mapping):
-        return all(map(_logged, value.values()))
-    return isinstance(value, (Number, str))
-
-
-@dataclass(frozen=True)
-class _Merged:
-    """What became of statistics that were merged with a copy of themselves, and then reset.
-
-    - `lost`: what reduce returns less than half of, compared with what it returned before; None if
-      nothing is lost.
-    - `cleared`: whether they are empty after reset; None for empty ones, which vLLM drops.
-    """
-
-    lost: str | None = None
-    cleared: bool | None = None
-
-
-def _copier(stats: Any) -> Callable[[], Any]:
-    """Return a function that returns copies of statistics, which share nothing."""
-    try:
-        data = pickle.dumps(stats)
-        pickle.loads(data)
-    except Exception:  # whatever the class may raise
-        return lambda: copy.deepcopy(stats)
-    return lambda: pickle.loads(data)  # several times as fast
-
-
-def _merge(stats: Any) -> _Merged:
-    """Do with copies of statistics what vLLM does between two log lines.
-
-    TypeError if a method returns another type than the next step needs; ValueError if the merged
-    statistics are empty.
-    """
-    copied = _copier(stats)
-    stats = copied()
-    filled = not stats.is_empty()
-    before = copied().reduce() if filled else {}
-    merged = stats.aggregate(copied())
-    if not isinstance(merged, KVConnectorStats):
-        raise TypeError(f"aggregate returns {type(merged).__name__}")
-    if not filled:
-        return _Merged()
-    if merged.is_empty():
-        raise ValueError("what was merged is empty")
-    after = dict(merged.reduce())
-    if not all(_logged(value) for value in after.values()):
-        raise TypeError("reduce does not return numbers")
-    lost = next(_lost(before, after), None)
-    _, problem = _try(merged.reset)
-    return _Merged(lost, problem is None and merged.is_empty())
-
-
-def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the positive numbers that fell below half, as text.
-
-    Counts double when statistics are merged with their copy, and averages stay as they are.
-    Half leaves room for estimates such as a standard deviation.
-    """
-    for name, value in before.items():
-        now = after.get(name)
-        if isinstance(value, Mapping):
-            yield from _lost(value, now if isinstance(now, Mapping) else {})
-        elif isinstance(value, Real) and float(value) > 0:
-            if not isinstance(now, Real):
-                yield f"{name} is gone"
-            elif float(now) < float(value) / 2:
-                yield f"{name} was {value}, and is {now}"
-
-
-def _sent(stats: Any) -> bytes:
-    """Return statistics as the engine sends them; raises if they cannot be sent and read."""
-    data = msgspec.msgpack.encode(stats.to_dict())
-    msgspec.msgpack.decode(data)
-    return data
-
-
-def _build(connector: Any, stats: Any, data: bytes) -> bool:
-    """Return whether the class rebuilds statistics from their data, as they come over a wire.
-
-    ValueError if they are empty afterwards and were not before, or the other way round.
-    """
-    multi = type(stats).__name__ == "MultiKVConnectorStats"
-    if multi and not stats.data.keys() <= KVConnectorFactory._registry.keys():
-        # vLLM looks children up by the name of their class, and so finds none that is given by
-        # kv_connector_module_path: its own defect, not the child's.
-        return True
-    build, decode = type(connector).build_kv_connector_stats, msgspec.msgpack.decode
-    rebuilt = build(decode(data))
-    if rebuilt is None:
-        return False
-    if rebuilt.is_empty() != stats.is_empty():
-        raise ValueError("what was rebuilt is not what was sent")
-    # From data of its own: aggregate may add to what it is given.
-    merged = rebuilt.aggregate(build(decode(data)))
-    if not merged.is_empty():
-        merged.reduce()
-    return True
 
 
 SHARED = {

@@ -212,11 +212,11 @@ class Driver:
 
         engine.observer.on_lookup = looked_up
         if not variant.case.config.multi:  # its statistics are those of all its connectors
-            engine.telemetry.declared = state.caps["metrics"]
-            engine.telemetry.own_counters = getattr(engine.connector, "kvconform_counters", None)
-            engine.telemetry.seen.splits_tokens = variant.case.config.context_parallel > 1
-            engine.telemetry.seen.known = getattr(engine.connector, "kvconform_known", None)
-            engine.telemetry.seen.chunk_tokens = state.caps["chunk_tokens"]
+            engine.statistics.declared = state.caps["metrics"]
+            engine.statistics.own_counters = getattr(engine.connector, "kvconform_counters", None)
+            engine.statistics.seen.splits_tokens = variant.case.config.context_parallel > 1
+            engine.statistics.seen.known = getattr(engine.connector, "kvconform_known", None)
+            engine.statistics.seen.chunk_tokens = state.caps["chunk_tokens"]
         undisturbed = not takes_from_store(variant.case)
         for rank in engine.ranks.members:
             rank.cache.tolerance = max(tolerance(self._lossy()), state.tolerance)

@@ -215,6 +215,37 @@ class MetricsNamedAlike(ReferenceConnector):
         return _NamedAlike(*args)
 
 
+class _OneEngine(ReferenceMetrics):
+    def __init__(self, *args: Any) -> None:
+        config, kinds, labels, by_engine = args
+        super().__init__(config, kinds, labels, {0: by_engine[0]})
+
+
+class MetricsOfOneEngine(ReferenceConnector):
+    """Has metrics for the first of several engines only."""
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> Any:
+        return _OneEngine(*args)
+
+
+class _AddsKnown(ReferenceStats):
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, count in other.data.items():
+            self.data[name] += count
+        return self
+
+
+class AddsKnownStats(ReferenceConnector):
+    """Rebuilds statistics that add up only what the step before had counted, too."""
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return _AddsKnown(dict(data or {}))
+
+
 class _Subtracts(ReferenceStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         names = {**self.data, **other.data}

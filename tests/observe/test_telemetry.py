@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of a connector's own telemetry, of block hashes, and of what vLLM refuses."""
+"""Tests of KV events, of block hashes, and of what vLLM refuses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import Gauge
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 from kvconform.compat import vllm_api
@@ -17,17 +16,8 @@ from kvconform.observe import static_checks
 from kvconform.observe.call import Call
 from kvconform.observe.probe import Probe
 from kvconform.observe.static_checks import bound, inspect_class
-from kvconform.observe.telemetry import (
-    HashBook,
-    Metrics,
-    Telemetry,
-    _build,
-    _merge,
-    _sent,
-    _shape,
-)
+from kvconform.observe.telemetry import HashBook, Telemetry, _shape
 from kvconform.refimpl.connector import ReferenceConnector
-from kvconform.refimpl.telemetry import ReferenceStats
 
 
 def request(tokens: list[int], keys: list[bytes], name: str = "a") -> Any:
@@ -110,11 +100,6 @@ def test_a_well_formed_event_is_not() -> None:
     assert _shape("other", object(), [], [], 0)
 
 
-class _Forgets(ReferenceStats):
-    def aggregate(self, other: Any) -> Any:
-        return ReferenceStats()
-
-
 def told(*events: Any) -> list[str]:
     """Return what is wrong with events that are published one after another."""
     trace = Trace()
@@ -157,65 +142,6 @@ def test_a_removal_names_a_medium_in_which_the_block_was_stored() -> None:
         "medium is 'GPU', and the block was stored in 'CPU' and 'STORAGE'",
     ]
     assert told(from_gpu) == [""]  # another engine may have stored it
-
-
-def test_statistics_go_through_what_the_engine_does_to_them() -> None:
-    _merge(ReferenceStats({"n": 1}))
-    with pytest.raises(ValueError, match="empty"):
-        _merge(_Forgets({"n": 1}))
-    with pytest.raises(TypeError, match="numbers"):
-        _merge(ReferenceStats({"n": (1, 2)}))  # adds up to a tuple
-    connector: Any = object.__new__(ReferenceConnector)
-    assert _build(connector, ReferenceStats({"n": 1}), _sent(ReferenceStats({"n": 1})))
-    with pytest.raises(ValueError, match="not what was sent"):
-        _build(connector, ReferenceStats({"n": 1}), _sent(ReferenceStats()))
-
-
-class _Observes:
-    """Metrics with a counter and a gauge, fed by name."""
-
-    def __init__(self, config: Any, kinds: Any, labels: list[str], values: Any) -> None:
-        made = {kind.__name__: made(kind.__name__, "text", labels) for kind, made in kinds.items()}
-        self.metrics = {name: metric.labels(*values[0]) for name, metric in made.items()}
-
-    def observe(self, data: dict[str, Any], engine: int = 0) -> None:
-        for call, amount in data.items():
-            name, method = call.split(".")
-            getattr(self.metrics[name], method)(*amount)
-
-
-def test_metrics_are_those_of_prometheus() -> None:
-    metrics = Metrics(_Observes, None)
-    metrics.observe({})
-    metrics.observe({"Counter.inc": [0]})
-    assert metrics.moved == 0
-    metrics.observe({"Counter.inc": [2], "Gauge.dec": [1]})
-    metrics.observe({"Gauge.inc": [-1]})
-    metrics.observe({"Histogram.observe": [0]})
-    assert metrics.moved == 3
-    with pytest.raises(ValueError, match="non-negative"):
-        metrics.observe({"Counter.inc": [-1]})
-    with pytest.raises(ValueError, match="Duplicated"):
-        Metrics(lambda config, kinds, *args: [kinds[Gauge]("a", "b") for _ in "xy"], None)
-    assert Metrics(_Observes, None).moved == 0, "each has a registry of its own"
-
-
-def test_a_connector_without_metrics() -> None:
-    metrics = Metrics(lambda *args: None, None)
-    metrics.observe({"n": 1})
-    assert not metrics.exist and metrics.moved == 0
-
-
-def test_empty_statistics_are_not_reduced() -> None:
-    class Mean(ReferenceStats):
-        def aggregate(self, other: Any) -> Mean:
-            return Mean(dict(super().aggregate(other).data))
-
-        def reduce(self) -> dict[str, int | float]:
-            return {"mean": sum(self.data.values()) / len(self.data)}
-
-    assert _merge(Mean({})).cleared is None
-    assert _merge(Mean({"n": 1})).lost is None
 
 
 def test_what_vllm_refuses() -> None:
