@@ -356,6 +356,9 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         dropped = kv_connector_metadata.dropped
         self._save_queue.drop(lambda queued: queued[1].req in dropped and not queued[1].final)
         self._bad -= kv_connector_metadata.repaired
+        # What is left was found in the drafter's layers, after the report of their step. The layers
+        # of the model had shown it before, and the blocks may belong to others by now.
+        self._invalid.clear()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the loads of the step.

@@ -124,6 +124,15 @@ class AssertsLookup(ReferenceConnector):
         return load
 
 
+class ReportsAgainAfterDrafting(ReferenceConnector):
+    """Loads layer by layer, and reports what the drafter's layer misses with the next step."""
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        left = set(self._invalid)
+        super().handle_preemptions(kv_connector_metadata)
+        self._invalid |= left
+
+
 class PopsDrafterChunk(ReferenceConnector):
     """Gives up the last chunk of every hit when there is speculation (B029).
 
