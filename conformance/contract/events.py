@@ -335,9 +335,10 @@ _kind(
     "pair.lookup",
     "sched",
     "on:str role:str req:str generation:int of:str? stale:str? local:int tokens:int? "
-    "by_savers:int by_all:int consumed:bool delivered:bool?",
+    "by_savers:int by_all:int consumed:bool delivered:bool? failed:bool?",
     "A lookup, seen across engines; by_savers, by_all = prefix computed by engines that may save, "
-    "or by any; consumed = it has loaded before.",
+    "or by any; consumed = it has loaded before. Then: delivered = what it promised arrived, or "
+    "nothing was granted; failed = its load was reported as failed.",
 )
 _kind(
     "pair.request",
@@ -444,11 +445,17 @@ _kind(
 _kind(
     "stats.taken",
     "hooks",
-    "half:str empty:bool kept:bool merge:str? encode:str? rebuilt:bool rebuild:str? observe:str? "
-    "lost:str? cleared:bool?",
-    "Statistics were collected; merge, encode, rebuild, observe = what went wrong when they "
-    "were merged, encoded, rebuilt, and observed as metrics. lost = what is less after they were "
-    "merged with a copy; cleared = empty after reset.",
+    "half:str empty:bool kept:bool merge:str? lost:str? cleared:bool?",
+    "Statistics were returned; merge = what went wrong when they were merged with a copy, lost = "
+    "what is less afterwards; cleared = empty after reset.",
+)
+_kind(
+    "stats.sent",
+    "hooks",
+    "empty:bool encode:str? rebuilt:bool rebuild:str? observe:str?",
+    "A step's statistics of both halves went to the front end; encode, rebuild, observe = what "
+    "went wrong when they were encoded, rebuilt and added to the log's interval, and observed as "
+    "metrics.",
 )
 _kind(
     "stats.total",
@@ -700,6 +707,12 @@ _kind(
     "kv",
     "",
     "The worker begins a step.",
+)
+_kind(
+    "worker.reports",
+    "hooks",
+    "what:list pickles:bool pickle_error:str?",
+    "A worker returned optional reports, by the names of KVConnectorOutput.",
 )
 _kind(
     "worker.late",

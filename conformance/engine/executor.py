@@ -33,6 +33,8 @@ JUDGED_AFTER = (
     "bind_connector_metadata",
 )
 """Hooks in which a connector may write KV."""
+OPTIONAL_REPORTS = ("kv_connector_stats", "kv_cache_events", "kv_connector_worker_meta")
+"""Fields of a KVConnectorOutput that hold objects of the connector's own."""
 SIBLINGS_LOAD_IN = ("start_load_kv", "get_transfer_results", "get_finished")
 """Hooks in which siblings in a MultiConnector write KV."""
 
@@ -49,12 +51,12 @@ class Executor:
         ledger: Ledger,
         *,
         reports: RankReports | None,
-        pickle_metadata: bool,
+        pickled: bool,
     ) -> None:
         """Create the executor.
 
-        `reports` joins several ranks' reports. `pickle_metadata`: the workers get a copy of each
-        step's metadata that went through pickle.
+        `reports` joins several ranks' reports. `pickled`: each step's metadata and what a worker
+        reports are copies that went through pickle, as with several ranks.
         """
         self.trace = trace
         self.view = view
@@ -62,7 +64,7 @@ class Executor:
         self.observer = observer
         self.ledger = ledger
         self.reports = reports
-        self.pickle_metadata = pickle_metadata
+        self.pickled = pickled
         self._block_size = variant.block_size
         self.progress = 0
         """Counts the steps that computed something or finished a load."""
@@ -169,12 +171,12 @@ class Executor:
         if self.view.scheduler.connector is None:
             return None
         metadata = output.kv_connector_metadata
-        digest = self.observer.metadata.begin_step(metadata, copied=self.pickle_metadata)
+        digest = self.observer.metadata.begin_step(metadata, copied=self.pickled)
         if shows_plans(self.inspector):
             tables = self.view.tables()
             for entry in self.inspector.plan(metadata):
                 self.observer.planned(entry, self._slots(tables.get(entry["req"], [])))
-        if self.pickle_metadata:
+        if self.pickled:
             unpickled, reason = pickle_round_trip(metadata)
             if reason is None:
                 output.kv_connector_metadata = unpickled
@@ -243,12 +245,33 @@ class Executor:
                 if self.reports is not None:  # every worker process unpickles its own
                     output.kv_connector_metadata = pickle_round_trip(metadata)[0] or metadata
                 self._begin_reports()
-                results.append(copy.copy(rank.lifecycle.step(output)))
+                results.append(self._sent(rank.lifecycle.step(output)))
                 self._settle(rank)
                 failed |= self._failed(rank)
         output.kv_connector_metadata = metadata
         joined = results[0] if self.reports is None else self.reports.join(results)
         return in_order(joined), failed
+
+    def _sent(self, result: Any) -> Any:
+        """Return a copy of a worker's output as it comes out of the worker's process.
+
+        Emits worker.reports if it has one of OPTIONAL_REPORTS. What does not pickle stays as it is.
+        """
+        result = copy.copy(result)
+        collected = getattr(result, "kv_connector_output", None)
+        named = {name: getattr(collected, name, None) for name in OPTIONAL_REPORTS}
+        reports = {name: report for name, report in named.items() if report is not None}
+        if not reports:
+            return result
+        copies, reason = pickle_round_trip(reports)
+        self.trace.emit(
+            "worker.reports", what=[*reports], pickles=reason is None, pickle_error=reason
+        )
+        if reason is None and (self.pickled or self.reports is not None):
+            result.kv_connector_output = copy.copy(collected)
+            for name, report in copies.items():
+                setattr(result.kv_connector_output, name, report)
+        return result
 
     def _settle(self, rank: Rank) -> None:
         """Judge the writes of a rank's half of the connector, and the reads of its worker."""

@@ -20,6 +20,7 @@ from kvconform.engine.stand_ins import NoWorkerHalf, RemoteHalf
 from kvconform.errors import ordinary
 from kvconform.kv import device
 from kvconform.kv.cache import PagedCache
+from kvconform.observe.digest import pickle_round_trip
 from kvconform.observe.probe import wrap_instance_hooks
 from kvconform.observe.static_checks import inspect_class
 from kvconform.process import watchdog
@@ -97,17 +98,21 @@ def start_worker_half(
     return half
 
 
-def introduce(scheduler_half: Any, ranks: list[Rank]) -> int | None:
+def introduce(scheduler_half: Any, ranks: list[Rank], *, pickled: bool) -> int | None:
     """Do what the engine core does between the two halves before the first request.
 
-    Passes the worker halves' handshake metadata to the scheduler half. Returns the number of
+    Passes the worker halves' handshake metadata to the scheduler half; `pickled`, or of several
+    ranks, as copies that went through pickle, unless it does not. Returns the number of
     completion reports per transfer that the connector announces; None: one from each rank.
     """
     wrap_instance_hooks(scheduler_half)
     found = {}
     for rank in sorted(ranks, key=lambda rank: rank.place.rank):
         with in_place(rank.place):
-            found[rank.place.pp, rank.place.tp] = rank.half.get_handshake_metadata()
+            said = rank.half.get_handshake_metadata()
+        if said is not None and (pickled or len(ranks) > 1):
+            said = pickle_round_trip(said)[0] or said
+        found[rank.place.pp, rank.place.tp] = said
     scheduler_half.set_xfer_handshake_metadata_pp_aware(
         {at: said for at, said in found.items() if said is not None}
     )

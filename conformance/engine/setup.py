@@ -51,6 +51,7 @@ from kvconform.observe.static_checks import (
     inspect_engine,
     inspect_instance,
 )
+from kvconform.observe.statistics import Statistics
 from kvconform.observe.telemetry import HashBook, Telemetry, Watch
 
 Shard = tuple[PagedCache, Registry]
@@ -85,6 +86,7 @@ def build(
     telemetry = Telemetry(
         trace, probe, hashes, config, groups=max(1, len(variant.case.config.groups))
     )
+    statistics = Statistics(trace, probe, config, alone=telemetry.is_alone)
     # MultiConnector relays what its children give; the reports of several ranks are joined.
     siblings = bool(variant.case.config.multi)
     alone = len(ranks.members) == 1 and not siblings
@@ -105,9 +107,10 @@ def build(
             variant, config, of_scheduler(ranks.first.cache_config), with_connector=connected
         )
     reports = None
+    is_pickled = relation == "pickled-metadata" or variant.late
     if connected:
         connector = view.scheduler.connector
-        count = introduce(connector, ranks.members)
+        count = introduce(connector, ranks.members, pickled=is_pickled)
         note_engine_ids(trace, given_id, config, ranks.members)
         if inspection is not None:
             _inspect_instance(trace, connector)
@@ -124,7 +127,7 @@ def build(
         observer,
         ledger,
         reports=reports,
-        pickle_metadata=relation == "pickled-metadata" or variant.late,
+        pickled=is_pickled,
     )
     executor.listen(probe)
     return Engine(
@@ -139,6 +142,7 @@ def build(
             ledger,
             watch,
             telemetry,
+            statistics,
             relay,
         )
     )

@@ -508,15 +508,22 @@ def _kv_event(e: Event) -> str:
 
 
 _STATS = {
-    "merge": "aggregate",
     "encode": "to_dict",
     "rebuild": "rebuilding them",
     "observe": "the metrics",
 }
 
 
-def _stats(e: Event) -> str:
+def _stats_sent(e: Event) -> str:
     problems = [f"{what} raised {e[name]}" for name, what in _STATS.items() if e[name]]
+    text = "; ".join(problems) or ("empty" if e["empty"] else "fine")
+    return f"the statistics of both halves, on their way to the log and the metrics: {text}"
+
+
+def _stats(e: Event) -> str:
+    problems = []
+    if e["merge"]:
+        problems.append(f"aggregate raised {e['merge']}")
     if e["kept"]:
         problems.append("they are the same object as last time")
     if e["lost"]:
@@ -584,6 +591,8 @@ def _pair_params(e: Event) -> str:
 
 def _pair_request(e: Event) -> str:
     fate = f"loaded {e['loaded']} of {e['promised']} promised tokens"
+    if e["loaded"]:
+        fate += f", had {e['local']}, and was handed {e['offered']}"
     if e["wrong"]:
         fate = "loaded wrong bytes"
     elif e["failed"]:
@@ -792,6 +801,9 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "transfer.reported": _reported,
     "transfer.failed": _failed,
     "meta.built": _built,
+    "worker.reports": lambda e: (
+        f"a worker reported {', '.join(e['what'])}; pickling: {e['pickle_error'] or 'fine'}"
+    ),
     "meta.bound": _bound,
     "plan": _plan,
     "control.done": _controlled,
@@ -820,6 +832,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
     "events.lookup": _events_lookup,
     "kv.event": _kv_event,
     "stats.taken": _stats,
+    "stats.sent": _stats_sent,
     "stats.total": _stats_total,
     "stats.compared": _stats_compared,
     "handshake": _handshake,
@@ -990,9 +1003,11 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
     "transfer.reported": ("direction", "held", "second"),
     "transfer.failed": ("outside_grant",),
     "meta.built": ("none", "pickle_error", "output_mutated"),
+    "worker.reports": ("what", "pickle_error"),
     "meta.bound": ("same_as_built",),
     "kv.event": ("op", "problem", "repeated"),
-    "stats.taken": ("half", "kept", "lost", *_STATS),
+    "stats.taken": ("half", "kept", "lost", "merge"),
+    "stats.sent": (*_STATS,),
     "stats.compared": ("what", "name", "place"),
     "handshake": ("none",),
     "hold": ("direction", "cause"),
@@ -1012,7 +1027,7 @@ _CAUSE: dict[str, tuple[str | Callable[[Event], str], ...]] = {
 
 Numbers, lists and the texts in `_WHETHER` hold particulars: it only matters whether they are empty.
 """
-_WHETHER = frozenset({"json", "lost", "pickle_error", "problem", "stale", *_STATS})
+_WHETHER = frozenset({"json", "lost", "pickle_error", "problem", "stale", "merge", *_STATS})
 
 
 def cause(event: Event, *, again: bool = False) -> tuple[str, ...]:

@@ -160,6 +160,7 @@ class Handovers:
             by_all=self._computed(request, [*self.driver.memories.values()]),
             consumed=any(g.req == req and not g.open for g in engine.oracle.grants),
             delivered=None,
+            failed=None,
         )
 
     def _computed(self, request: Any, by: Sequence[PartMemory]) -> int:
@@ -178,7 +179,7 @@ class Handovers:
     def end(self) -> None:
         """Complete the pair.lookup events, and sum up every request that got parameters.
 
-        Sets their field `delivered`, and emits pair.request.
+        Sets their fields `delivered` and `failed`, and emits pair.request.
         """
         events = self.trace.events
         failed = {e["transfer"] for e in events if e["kind"] == "transfer.failed" and e["transfer"]}
@@ -188,18 +189,20 @@ class Handovers:
             good = [e for e in dues if not (e["missing"] or e["wrong"] or e["transfer"] in failed)]
             for lookup in mine:
                 if lookup["kind"] == "pair.lookup" and lookup["consumed"]:
-                    delivered = self._delivered(lookup, mine, good)
-                    self.trace.amend(lookup, delivered=delivered)
+                    owed = self._owed(lookup, mine)
+                    self.trace.amend(
+                        lookup,
+                        delivered=owed is None or any(e["transfer"] == owed for e in good),
+                        failed=owed is not None and owed in failed,
+                    )
             self._sum_up(handed, mine, dues, good, failed)
 
     @staticmethod
-    def _delivered(lookup: Event, mine: list[Event], good: list[Event]) -> bool:
-        """Return whether the tokens that a lookup promised arrived. `good` are complete loads."""
+    def _owed(lookup: Event, mine: list[Event]) -> str | None:
+        """Return the transfer of the tokens that a lookup promised; None if none were granted."""
         grants = (e for e in mine if e["kind"] == "alloc" and not e["second_call"])
         grant = next((e for e in grants if e["seq"] > lookup["seq"]), None)
-        if grant is None or not grant["external"]:
-            return True  # nothing was granted, so nothing is owed
-        return any(e["transfer"] == grant["transfer"] for e in good)
+        return grant["transfer"] if grant is not None and grant["external"] else None
 
     def _sum_up(
         self,

@@ -7,6 +7,7 @@ The engine faults are in the aggregation of the ranks' reports, and in steps wit
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -287,6 +288,45 @@ class ForgetsReports(Drifting):
     def has_pending_push_work(self) -> bool:
         """Keep the engine going until all saves have ended on all ranks."""
         return bool(self._awaited)
+
+
+class CountsLeftBehind(EndedSaves):
+    """Saves that ended, in a form that leaves the counts out when it is pickled."""
+
+    def __reduce__(self) -> Any:
+        return CountsLeftBehind, (Counter(),)
+
+
+class SendsNoCounts(ForgetsReports):
+    """Waits until all ranks have ended a save, and reports that in what pickling leaves out.
+
+    It works as long as both halves are in one process.
+    """
+
+    def build_connector_worker_meta(self) -> Any:
+        ended = super().build_connector_worker_meta()
+        return None if ended is None else CountsLeftBehind(ended.counts)
+
+    def reset_cache(self) -> bool | None:
+        return Drifting.reset_cache(self)
+
+
+class LocksReports(Drifting):
+    """Puts a lock into what its workers report, which cannot leave their processes."""
+
+    def build_connector_worker_meta(self) -> Any:
+        return LockedSaves(Counter(), threading.Lock())
+
+
+class LockedSaves(NamedTuple):
+    """Saves that ended, with a lock for those who count them."""
+
+    counts: Counter[str]
+    lock: Any
+
+    def aggregate(self, other: LockedSaves) -> LockedSaves:
+        """Add those of another rank."""
+        return LockedSaves(self.counts + other.counts, self.lock)
 
 
 class RenamesTheEngine(ReferenceConnector):

@@ -327,6 +327,20 @@ class OffersWhatItComputed(Peer):
         return super().build_connector_meta(scheduler_output)
 
 
+class OneMessageOfBlocks(Peer):
+    """Copies as many blocks as one message names, 64, and takes the load for done."""
+
+    def _copy(self, pull: Pull, offer: Offer) -> None:
+        super()._copy(dataclasses.replace(pull, blocks=pull.blocks[:64]), offer)
+
+
+class AsksForOneBlock(Peer):
+    """Loads the first block of what is handed over; the rest is computed again."""
+
+    def _available(self, request: Any, remote: dict[str, Any]) -> int:
+        return min(super()._available(request, remote), self._size)
+
+
 class DropsEarlyNotices(Peer):
     """Drops the notice that KV is not needed if its worker does not know the offer yet (B140)."""
 

@@ -49,7 +49,7 @@ ELSEWHERE: list[Fields] = [
     {"error_at": ["conn.py", 12, "_grow", "self.blocks.pop(req)"]},
     {"error_at": None},
 ]
-STATS = ("merge", "encode", "rebuild", "observe")
+STATS = ("encode", "rebuild", "observe")
 WRITES = ("shared", "over_computed", "null_block", "unallocated", "other_request")
 
 FAULTS: dict[str, Faults] = {
@@ -161,8 +161,14 @@ FAULTS: dict[str, Faults] = {
     "stats.taken": Faults(
         {"half": "worker"},
         {"empty": True},
-        [{"half": "scheduler"}, {"kept": True}, *({name: "TypeError: x"} for name in STATS)],
+        [{"half": "scheduler"}, {"kept": True}, {"merge": "TypeError: x"}],
     ),
+    "worker.reports": Faults(
+        {"what": ["kv_connector_worker_meta"], "pickle_error": "TypeError: lock"},
+        {"pickle_error": "TypeError: file"},
+        [{"pickle_error": None}],
+    ),
+    "stats.sent": Faults({}, {"empty": True}, [{name: "TypeError: x"} for name in STATS]),
     "stats.compared": Faults(
         {"what": "bytes_loaded", "name": "bytes", "place": "log"},
         {"value": 4096.0, "seen": 8192, "most": 8192},

@@ -356,6 +356,56 @@ def test_a_producer_without_notes_is_judged_by_its_lease(name: str, tmp_path: Pa
         assert (verdicts["send.released"], verdicts["transfer.released"]) == ("PASS", "UNSUPPORTED")
 
 
+class FetchesAgain(Peer):
+    """Its offers may be fetched again until a lease of eight polls ends, and so it promises again.
+
+    What is gone by then fails to load, is reported, and is promised no more.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.notes = False
+        self.lease = 8
+        self._loading: dict[str, set[int]] = {}
+        self._gone: set[str] = set()
+
+    def _remote(self, request: Any) -> dict[str, Any] | None:
+        self._taken.discard(request.request_id)
+        return None if request.request_id in self._gone else super()._remote(request)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self._loading[request.request_id] = set(blocks.get_block_ids()[0])
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        for req in connector_output.finished_recving or ():
+            if self._loading.pop(req, set()) & connector_output.invalid_block_ids:
+                self._gone.add(req)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._loading.pop(request.request_id, None)
+        result = super().request_finished(request, block_ids)
+        self._gone.discard(request.request_id)
+        return result
+
+
+def test_what_may_be_fetched_again_until_a_lease_ends_may_be_promised_again(
+    tmp_path: Path,
+) -> None:
+    """A load that comes too late is reported as failed, as that of any other late consumer."""
+    target = Target(f"{__name__}:FetchesAgain", {}, capabilities={"notes": False})
+    reports = [
+        run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / str(number))
+        for number, variant in enumerate(variants(SPEC.cases["transfer.preempted"]))
+    ]
+    lookups = [e for report in reports for e in report.trace or () if e["kind"] == "pair.lookup"]
+    assert any(event["tokens"] and event["consumed"] and event["failed"] for event in lookups)
+    assert [row for report in reports for row in report.rows if row.verdict == "FAIL"] == []
+
+
 class OnlyLongPrompts(Peer):
     """Returns no parameters for short prompts: they are as quickly computed again."""
 
