@@ -204,6 +204,7 @@ class Engine:
         Probe.active = self.probe
         self.ledger.before_update()
         drafts = self._drafts(flight.output)
+        self.statistics.landing(flight.result.kv_connector_output)
         with self.ledger.publishing(flight.output):
             self.scheduler.update_from_output(flight.output, flight.result)
         if drafts is not None:

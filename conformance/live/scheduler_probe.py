@@ -328,6 +328,7 @@ class SchedulerProbe:
     ) -> Any:
         """Wrap Scheduler.update_from_output: the step of this output lands."""
         reports = result.kv_connector_output
+        self.statistics.landing(reports)
         position = next((n for n, other in enumerate(self.flight) if other.output is output), None)
         if position is None:
             return original(output, result, *args, **kwargs)

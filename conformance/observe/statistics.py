@@ -138,12 +138,14 @@ class Statistics:
         self._of_workers: Any = None  # the joined statistics of the step that is taken up now
         self._interval: Any = None  # what the front end has rebuilt and added up since the last log
         self._sent = 0
-        probe.on("update_connector_output", before=self._landed)
         probe.on("get_kv_connector_stats", after=self._returned)
         probe.on("shutdown", before=self._total)
 
-    def _landed(self, call: Call) -> None:
-        output = call.arg(0, "connector_output")
+    def landing(self, output: Any) -> None:
+        """Note the workers' statistics in a KVConnectorOutput that the scheduler is about to get.
+
+        `output`: None for a step without one.
+        """
         self._of_workers = getattr(output, "kv_connector_stats", None)
 
     def _returned(self, call: Call) -> None:
@@ -190,16 +192,18 @@ class Statistics:
             stats = _try(lambda: _copier(workers)().aggregate(_copier(ours)()))[0]
         if not isinstance(stats, KVConnectorStats):
             return
+        empty = bool(_try(stats.is_empty)[0])
         data, problem = _try(lambda: encode(stats))
         rebuilt = build_problem = observe_problem = None
         if data is not None:
-            rebuilt, build_problem = _try(lambda: rebuild(connector, stats, data))
+            if not empty or msgspec.msgpack.decode(data):  # the log passes over an empty dictionary
+                rebuilt, build_problem = _try(lambda: rebuild(connector, stats, data))
             if rebuilt is not None:
                 _, build_problem = _try(lambda: self._add_up(rebuilt))
             _, observe_problem = _try(lambda: self._observe(connector, data))
         self.trace.emit(
             "stats.sent",
-            empty=bool(_try(stats.is_empty)[0]),
+            empty=empty,
             encode=problem,
             rebuilt=rebuilt is not None or is_unknown(stats),
             rebuild=build_problem,

@@ -201,14 +201,11 @@ def sent(steps: list[tuple[Any, Any]], connector: type[Connector] = Connector) -
     """Return the events stats.sent of steps with (workers' statistics, the scheduler half's)."""
     trace = Trace()
     probe = Probe(trace)
-    Statistics(trace, probe, None, alone=lambda: True)
+    statistics = Statistics(trace, probe, None, alone=lambda: True)
     for of_workers, of_scheduler in steps:
-        output = SimpleNamespace(kv_connector_stats=of_workers)
-        landed = Call(connector(), "update_connector_output", "scheduler", 0, (output,), {})
+        statistics.landing(SimpleNamespace(kv_connector_stats=of_workers))
         taken = Call(connector(), "get_kv_connector_stats", "scheduler", 0, (), {})
         taken.result = of_scheduler
-        for listener in probe.before[landed.hook]:
-            listener(landed)
         for listener in probe.after[taken.hook]:
             listener(taken)
     return [event for event in trace.events if event["kind"] == "stats.sent"]
