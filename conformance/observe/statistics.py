@@ -28,6 +28,8 @@ from kvconform.observe.seen import Seen
 
 LOG_EVERY = 4
 """What is sent in so many steps makes an interval of the log."""
+MULTI = "MultiKVConnectorStats"
+"""The class of a MultiConnector's statistics, which older releases lack."""
 ENGINES = 2
 """Number of data-parallel engines whose statistics one front end exports, in turn."""
 
@@ -184,9 +186,7 @@ class Statistics:
 
         Statistics of the two halves that cannot be merged end the engine, which is seen there.
         """
-        workers, self._of_workers = self._of_workers, None
-        if not isinstance(workers, KVConnectorStats):
-            workers = None
+        workers, self._of_workers = _own(connector, self._of_workers), None
         stats = ours if workers is None else workers
         if workers is not None and ours is not None:
             stats = _try(lambda: _copier(workers)().aggregate(_copier(ours)()))[0]
@@ -380,14 +380,28 @@ def encode(stats: Any) -> bytes:
     return data
 
 
+def _own(connector: Any, stats: Any) -> KVConnectorStats | None:
+    """Return the connector's part of what the workers returned, with a MultiConnector or without.
+
+    A MultiConnector files the statistics of its children under the names of their classes, and
+    treats each child's as if it were alone.
+    """
+    name = type(connector).__name__
+    if type(stats).__name__ == MULTI and name != "MultiConnector":
+        stats = stats.data.get(name)
+    return stats if isinstance(stats, KVConnectorStats) else None
+
+
 def is_unknown(stats: KVConnectorStats) -> bool:
     """Return whether a MultiConnector's statistics are of children that vLLM does not find.
 
     It looks them up by the name of their class, and so finds none that is given by
     kv_connector_module_path: its own defect, not the child's.
     """
-    is_multi = type(stats).__name__ == "MultiKVConnectorStats"
-    return is_multi and not stats.data.keys() <= KVConnectorFactory._registry.keys()
+    return (
+        type(stats).__name__ == MULTI
+        and not stats.data.keys() <= KVConnectorFactory._registry.keys()
+    )
 
 
 def rebuild(connector: Any, stats: KVConnectorStats, data: bytes) -> KVConnectorStats | None:
