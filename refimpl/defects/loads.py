@@ -77,8 +77,13 @@ class ReportsLate(ReferenceConnector):
 class ReportsAgain(ReferenceConnector):
     """Does not clear the set of failed blocks, and reports them again in every step."""
 
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._failed: set[int] = set()
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set(self._invalid)
+        self._failed |= super().get_block_ids_with_load_errors()
+        return set(self._failed)
 
 
 class FailedIsUnfinished(ReferenceConnector):
