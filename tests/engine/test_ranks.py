@@ -7,12 +7,14 @@ joined by count.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from kvconform.compat.vllm_api import KVConnectorOutput
 from kvconform.config.target import Target
@@ -21,6 +23,7 @@ from kvconform.contract.loader import load_spec
 from kvconform.contract.trace import Trace
 from kvconform.engine.ranks import Place, stage_of
 from kvconform.observe.ledger import RankReports
+from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.run.case import run_and_judge
 from kvconform.run.runner import run_variant
 
@@ -168,3 +171,61 @@ def test_a_report_that_the_engine_drops_is_late_and_one_that_it_invents_early() 
     )  # type: ignore[assignment]
     engine.join([report(finished_recving={"a"}), report(finished_recving={"a"})])
     assert (trace.events[-1]["early"], trace.events[-1]["late"]) == (["send b"], ["recv a"])
+
+
+@dataclasses.dataclass
+class Said(KVConnectorWorkerMetadata):
+    """What a rank reports: a number of its own."""
+
+    numbers: list[int]
+
+    def aggregate(self, other: Any) -> Said:
+        return Said(self.numbers + other.numbers)
+
+
+class Shows(ReferenceConnector):
+    """Shows which objects leave its worker halves, and which come to its scheduler half."""
+
+    left: ClassVar[list[Any]] = []
+    came: ClassVar[list[Any]] = []
+
+    def get_handshake_metadata(self) -> Any:
+        self.left.append(super().get_handshake_metadata())
+        return self.left[-1]
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        self.came.extend(metadata.values())
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
+
+    def build_connector_worker_meta(self) -> Any:
+        self.left.append(Said([len(self.left)]))
+        return self.left[-1]
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if connector_output.kv_connector_worker_meta is not None:
+            self.came.append(connector_output.kv_connector_worker_meta)
+        super().update_connector_output(connector_output)
+
+
+@pytest.mark.parametrize(
+    ("case", "relation", "same"),
+    [
+        ("lifecycle.hook-order", "connector", True),
+        ("lifecycle.pickled-metadata", "pickled-metadata", False),
+        ("ranks.tensor", "connector", False),
+    ],
+)
+def test_what_leaves_a_worker_is_pickled_where_there_are_several(
+    case: str, relation: str, same: bool, tmp_path: Path
+) -> None:
+    Shows.left.clear()
+    Shows.came.clear()
+    variant = SPEC.cases[case].variants(["reference", "vllm"])[0]
+    target = Target(f"{__name__}:Shows", {"store": "{tmp}/store"})
+    run = run_variant(variant, target, seed=0, tmp=tmp_path, relation=relation)
+    left = set(map(id, Shows.left))
+    kinds = {type(came).__name__ for came in Shows.came}
+    assert kinds == {"Said", "ReferenceHandshake"}
+    assert {id(came) in left for came in Shows.came} == {same}
+    reports = [event for event in run.trace if event["kind"] == "worker.reports"]
+    assert reports and all(event["pickles"] for event in reports)
