@@ -117,6 +117,18 @@ class Grant:
             for block in table[: self.start // group.block_size]
         }
 
+    @property
+    def behind(self) -> set[int]:
+        """Blocks of the request behind those of the grant, of one group; none if there are several.
+
+        The engine throws them away with the first block that failed.
+        """
+        if len(self.groups) > 1:
+            return set()
+        table = self.tables[0]
+        granted = [at for at, block in enumerate(table) if block in self.blocks]
+        return set(table[max(granted, default=len(table)) + 1 :])
+
     @cached_property
     def blocks(self) -> set[int]:
         """Block ids that the grant covers, completely or in part, on any rank.

@@ -131,36 +131,38 @@ def pickle_round_trip(value: Any) -> tuple[Any, str | None]:
         return None, f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-def scheduler_output_digest(output: Any) -> str:
-    """Return a digest of what a connector must not change while it builds its metadata.
+FILLED_IN = frozenset(
+    {"kv_connector_metadata", "kv_connector_block_state", "new_block_ids_to_zero"}
+)
+"""Fields of a SchedulerOutput that may change while metadata is built.
 
-    Parts of the SchedulerOutput that are left out: `new_block_ids_to_zero` (a documented exception,
-    see `build_connector_meta` in vllm/distributed/kv_transfer/kv_connector/v1/base.py), the
-    connector's own slot, and the block state of the step.
+They are the connector's own slot, the block state of the step, and the list of which a connector
+may take blocks (`build_connector_meta` in vllm/distributed/kv_transfer/kv_connector/v1/base.py).
+"""
+
+
+def scheduler_output_picture(output: Any) -> Any:
+    """Return what a connector must not change in a SchedulerOutput, to be compared with `==`.
+
+    That is all but FILLED_IN. Objects that are neither containers nor parts of a SchedulerOutput,
+    such as sampling parameters and adapters, are compared by identity.
     """
-    cached = output.scheduled_cached_reqs
-    picture = (
-        [
-            (
-                n.req_id,
-                n.prompt_token_ids,
-                n.block_ids,
-                n.num_computed_tokens,
-                getattr(n, "prefill_token_ids", None),
-            )
-            for n in output.scheduled_new_reqs
-        ],
-        cached.req_ids,
-        sorted(getattr(cached, "resumed_req_ids", ()) or ()),
-        getattr(cached, "new_token_ids", None),
-        sorted(getattr(cached, "all_token_ids", {}).items()),
-        cached.new_block_ids,
-        cached.num_computed_tokens,
-        cached.num_output_tokens,
-        output.num_scheduled_tokens,
-        output.total_num_scheduled_tokens,
-        output.scheduled_spec_decode_tokens,
-        sorted(output.finished_req_ids),
-        sorted(getattr(output, "preempted_req_ids", None) or ()),
-    )
-    return hashlib.sha256(repr(picture).encode()).hexdigest()[:12]
+    kind: Any = type(output)
+    names = [name for name in _fields(kind) or () if name not in FILLED_IN]
+    return [_picture(getattr(output, name), kind.__module__) for name in names]
+
+
+def _picture(value: Any, home: str) -> Any:
+    """Return a part of it; `home` is the module that defines the classes of a SchedulerOutput."""
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, (list, tuple)):
+        return [each if type(each) in _PLAIN else _picture(each, home) for each in value]
+    if isinstance(value, dict):
+        return [(key, _picture(each, home)) for key, each in value.items()]
+    if isinstance(value, (set, frozenset)):
+        return set(value)
+    if kind.__module__ == home and (names := _fields(kind)):
+        return [_picture(getattr(value, name), home) for name in names]
+    return id(value)

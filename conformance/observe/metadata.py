@@ -11,7 +11,7 @@ from typing import Any
 from kvconform.compat.vllm_api import KVConnectorMetadata
 from kvconform.contract.trace import Trace
 from kvconform.observe.call import Call
-from kvconform.observe.digest import digest, pickle_round_trip, scheduler_output_digest
+from kvconform.observe.digest import digest, pickle_round_trip, scheduler_output_picture
 from kvconform.observe.probe import Probe
 
 MULTI = "MultiKVConnectorMetadata"
@@ -71,7 +71,8 @@ class MetadataObserver:
 
     def _building(self, call: Call) -> None:
         output = call.arg(0, "scheduler_output")
-        call.scratch["digest"] = scheduler_output_digest(output)
+        call.scratch["picture"] = scheduler_output_picture(output)
+        call.scratch["zeroed"] = list(getattr(output, "new_block_ids_to_zero", None) or ())
         state: Any = getattr(output, "kv_connector_block_state", None)
         offers = {} if state is None else getattr(state, "boundary_state_offloads", {})
         copied = {target for _, target in getattr(output, "kv_cache_block_copies", None) or ()}
@@ -103,7 +104,8 @@ class MetadataObserver:
         self._latest = metadata
         built = self._digest(metadata)
         self._built[id(metadata)] = built
-        mutated = scheduler_output_digest(output) != call.scratch["digest"]
+        mutated = scheduler_output_picture(output) != call.scratch["picture"]
+        mutated = mutated or _zeroes_otherwise(output, call.scratch["zeroed"])
         if call.result_event is not None:
             self.trace.amend(call.result_event, mutated_args=mutated)
         reason = None if metadata is None else pickle_round_trip(metadata)[1]
@@ -141,6 +143,16 @@ class MetadataObserver:
     def _cleared(self, call: Call) -> None:
         self._handed = self._latest, self._digest(self._latest)
         self.trace.emit("meta.cleared")
+
+
+def _zeroes_otherwise(output: Any, before: list[int]) -> bool:
+    """Return whether other blocks are to be zeroed than the engine decided, against the rule.
+
+    Only who loads synchronously may take out blocks that it overwrites.
+    """
+    after = list(getattr(output, "new_block_ids_to_zero", None) or ())
+    loads = getattr(output, "has_sync_kv_loads", True)  # older releases do not say
+    return after != before and not (loads and set(after) <= set(before))
 
 
 def _keeps_block_state(metadata: Any, output: Any) -> bool:

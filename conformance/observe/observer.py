@@ -505,7 +505,7 @@ class Observer:
             if hit and grant.req not in loads.failed_reqs:
                 self._fail(grant.req, grant, sorted(hit), [])
                 grant.failed |= hit
-            left -= hit
+            left -= hit | grant.behind if hit else set()
         if left:
             self._fail(None, None, sorted(blocks), sorted(left))
 

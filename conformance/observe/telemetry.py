@@ -387,7 +387,7 @@ def _shape(op: str, event: Any, hashes: list[Any], tokens: list[int], size: Any)
         return f"{len(tokens)} token_ids for {len(hashes)} blocks of {size}"
     if op == "stored" and (type(size) is not int or size < 0):
         return f"block_size is {size}"
-    return "" if isinstance(event.medium, str) else "medium is missing"
+    return ""
 
 
 SHARED = {

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kvconform.refimpl.cache.chunks import open_store
@@ -25,6 +26,15 @@ FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory"
 SUPPORTS_HMA = Target(f"{FACTORY}.supports_hma_config")
 KV_CACHE_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 WINDOW_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager"
+
+
+class ZeroesNothing(HybridConnector):
+    """Switches off that new blocks are zeroed, also of requests for which it loads nothing."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        scheduler_output.new_block_ids_to_zero = None
+        return metadata
 
 
 class FirstTableForAll(HybridConnector):

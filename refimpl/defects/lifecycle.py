@@ -54,6 +54,16 @@ class MutatesOutput(ReferenceConnector):
         return metadata
 
 
+class DropsAdapters(ReferenceConnector):
+    """Takes the adapter out of the data of a new request, which then runs on the base model."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            new.lora_request = None
+        return metadata
+
+
 class EditsOutput(ReferenceConnector):
     """Empties what it has seen in the scheduler's output: resumed requests, and new blocks."""
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
@@ -155,6 +155,33 @@ class StopsAtFailure(ReferenceConnector):
                 self._bad |= rest
                 self._behind[first] = rest
                 return
+
+
+@dataclass(frozen=True)
+class _WithRest(Piece):
+    """A piece that knows the blocks of its chunk that lie behind it."""
+
+    rest: frozenset[int]
+
+    def blocks(self, block_size: int) -> set[int]:
+        return super().blocks(block_size) | self.rest
+
+
+class RoundsFailures(ReferenceConnector):
+    """Reports all blocks of a chunk that failed, also those behind what was granted.
+
+    vLLM computes everything again from the first one on.
+    """
+
+    def _pieces(self, tracked: Tracked, start: int, end: int) -> tuple[Piece, ...]:
+        chunk, size = self.options.chunk_tokens, self._block_size
+        pieces = []
+        for piece in super()._pieces(tracked, start, end):
+            start += len(piece.slots)
+            chunk_end = -(-start // chunk) * chunk
+            rest = tracked.table[-(-start // size) : -(-chunk_end // size)]
+            pieces.append(_WithRest(piece.key, piece.first, piece.slots, frozenset(rest)))
+        return tuple(pieces)
 
 
 class ForeseesFailures(ReferenceConnector):

@@ -89,6 +89,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "unreliable-async": (f"{HERE}.loading:Unreliable", {"load": "async"}),
     "stops-at-failure": (f"{HERE}.loading:StopsAtFailure", {}),
     "stops-at-failure-async": (f"{HERE}.loading:StopsAtFailure", {"load": "async"}),
+    "rounds-failures": (
+        f"{HERE}.loading:RoundsFailures",
+        {"chunk_tokens": 8, "whole_blocks": True},
+    ),
+    "rounds-failures-async": (
+        f"{HERE}.loading:RoundsFailures",
+        {"chunk_tokens": 8, "load": "async"},
+    ),
     "foresees-failures": (f"{HERE}.loading:ForeseesFailures", {"load": "async", "load_delay": 3}),
     "in-parts": (f"{HERE}.loading:InParts", {"load": "async"}),
     "stumbles": (f"{HERE}.loading:Stumbles", {"load": "async"}),

@@ -64,6 +64,7 @@ MATTERS = {  # what is only different elsewhere
     "three-levels": ("cache.pressure", "cache.promoted"),
     "tiered-lfu": ("cache.pressure",),
     "tiered-lru": ("cache.demoted",),
+    "rounds-failures": ("lifecycle.fail-recompute",),
     "stops-at-failure": ("lifecycle.fail-recompute",),
     "threads": ("lifecycle.pickled-metadata",),
     "selective": ("lifecycle.skip-last", "lifecycle.skip-low-priority", "lifecycle.skip-save"),

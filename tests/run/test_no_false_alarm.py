@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from threading import Timer, get_ident
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from vllm.distributed.kv_events import BlockStored
@@ -21,7 +21,7 @@ from kvconform.contract.loader import load_spec
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.defects.losses import StoresEveryStep
-from kvconform.refimpl.variants.loading import BlockFiller
+from kvconform.refimpl.variants.loading import BlockFiller, RoundsFailures
 from kvconform.refimpl.variants.registry import VARIANTS
 from kvconform.refimpl.variants.saving import WholeChunks
 from kvconform.run.calibration import takes_every_stage
@@ -482,3 +482,42 @@ def test_what_is_lost_before_it_is_announced_was_not_served(lost: bool, tmp_path
     (found,) = [e for e in select(report.trace, "events.lookup") if e["req"] == "b"]
     assert found["tokens"] > 0
     assert bool(found["untold"]) is not lost
+
+
+class Rounds(RoundsFailures):
+    """Shows what it has reported."""
+
+    told: ClassVar[set[int]] = set()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed = super().get_block_ids_with_load_errors()
+        self.told.update(failed)
+        return failed
+
+
+def test_the_end_of_a_failed_chunk_behind_the_grant_may_be_reported(tmp_path: Path) -> None:
+    """vLLM throws away what is behind the first failed block of a request, whatever is reported."""
+    stored = [{"add": {"req": "a", "prompt": 16}}, RUN, {"drop-local": {}}]
+    again = {"add": {"req": "b", "prompt": {"same": "a"}}}
+    case = make_case([*stored, again, {"fail-load": {"req": "b", "positions": [9]}}, RUN])
+    report = judged(Rounds, case, tmp_path, chunk_tokens=8, whole_blocks=True)
+    granted = {b for e in select(report.trace, "transfer.failed") for b in e["blocks"]}
+    assert Rounds.told > granted, "it has reported more than what was granted"
+    assert failed(report) == []
+
+
+class NoMedium(ReferenceConnector):
+    """Leaves `medium` None, as the types of BlockStored and BlockRemoved permit."""
+
+    def take_events(self) -> Any:
+        events = list(super().take_events())
+        for event in events:
+            if hasattr(event, "medium"):
+                event.medium = None
+        return events
+
+
+def test_an_event_may_leave_its_medium_open(tmp_path: Path) -> None:
+    report = judged(NoMedium, SPEC.cases["cache.events"], tmp_path)
+    assert select(report.trace, "kv.event")
+    assert failed(report) == []
