@@ -314,7 +314,7 @@ def _check_placeholders(setting: str, text: str) -> None:
     for name in re.findall(rf"\{{({'|'.join(PLACEHOLDERS)})\b(?!\}})", text):
         raise UsageError(f"{setting}: the placeholder {{{name}}} lacks its closing brace")
     for name in re.findall(r"\{(\w+)\}", text):
-        close = difflib.get_close_matches(name, PLACEHOLDERS, 1, 0.7)
+        close = difflib.get_close_matches(name, PLACEHOLDERS, 1, 0.66)
         if close and name not in PLACEHOLDERS:
             raise UsageError(
                 f"{setting}: there is no placeholder {{{name}}}; did you mean {{{close[0]}}}?"

@@ -498,11 +498,14 @@ _kind(
     "sched",
     "req:str generation:int local:int tokens:int? is_async:bool type_ok:bool known:int "
     "repeat:bool prev_tokens:int? store_may_have_shrunk:bool same_claim_failed:int "
+    "same_content_failed:int "
     "ever_computed:int ever_plain:int computed_before_reset:int after_reset:bool computed:int "
     "starved:bool unused:int",
     "get_num_new_matched_tokens returned. starved = it offered a load that would fit if the "
     "engine did not keep blocks free for an earlier, failed load of this request; unused = tokens "
-    "of a finished load that the engine has not used yet.",
+    "of a finished load that the engine has not used yet; same_claim_failed = loads of as many "
+    "tokens by this request that failed; same_content_failed = loads of the same KV that failed, "
+    "by any request, since it was last computed.",
 )
 _kind(
     "lookup.namesake",

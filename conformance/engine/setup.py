@@ -90,7 +90,8 @@ def build(
     # MultiConnector relays what its children give; the reports of several ranks are joined.
     siblings = bool(variant.case.config.multi)
     alone = len(ranks.members) == 1 and not siblings
-    relay = Relay(trace, probe) if alone else None
+    is_pickled = relation == "pickled-metadata" or variant.late
+    relay = Relay(trace, probe, pickled=is_pickled) if alone else None
     if connected:
         try:
             with noted(trace, "start", target.resolve()):
@@ -107,7 +108,6 @@ def build(
             variant, config, of_scheduler(ranks.first.cache_config), with_connector=connected
         )
     reports = None
-    is_pickled = relation == "pickled-metadata" or variant.late
     if connected:
         connector = view.scheduler.connector
         count = introduce(connector, ranks.members, pickled=is_pickled)

@@ -523,7 +523,7 @@ def _stats_sent(e: Event) -> str:
 def _stats(e: Event) -> str:
     problems = []
     if e["merge"]:
-        problems.append(f"aggregate raised {e['merge']}")
+        problems.append(f"merged with a copy and reduced, they raised {e['merge']}")
     if e["kept"]:
         problems.append("they are the same object as last time")
     if e["lost"]:

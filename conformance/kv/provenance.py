@@ -25,19 +25,28 @@ class Memory:
     """Content ids that the engines of one run have computed.
 
     `ever`: all of them. `plain`: the plain ids of these. `since_reset`: those computed since the
-    last reset of the connector's store.
+    last reset of the connector's store. `failed`: how many loads up to a content id have failed
+    since it was last computed.
     """
 
     def __init__(self) -> None:
         self.ever: set[int] = set()
         self.plain: set[int] = set()
         self.since_reset: set[int] = set()
+        self.failed: dict[int, int] = {}
 
     def computed(self, ids: list[int], plain: list[int]) -> None:
         """Note content ids, and their plain ids, that now exist in an engine's cache."""
         self.ever.update(ids)
         self.plain.update(plain)
         self.since_reset.update(ids)
+        self.repaired(ids)
+
+    def repaired(self, ids: Iterable[int]) -> None:
+        """Forget that loads of these content ids have failed: they may be stored again."""
+        if self.failed:
+            for each in ids:
+                self.failed.pop(each, None)
 
     def outdated(self, ids: list[int], plain: list[int]) -> None:
         """Note content that now exists, of a step that was scheduled before the last reset.
@@ -70,6 +79,7 @@ class PartMemory(Memory):
     def __init__(self, whole: Memory, parts: list[PartMemory]) -> None:
         self.ever, self.plain = whole.ever, whole.plain
         self.since_reset: set[int] = set()
+        self.failed = {}
         self.own: set[int] = set()
         self._parts = parts
         parts.append(self)
@@ -80,6 +90,8 @@ class PartMemory(Memory):
         self.plain.update(plain)
         self.own.update(ids)
         self.kept(ids)
+        for part in self._parts:
+            part.repaired(ids)
 
     def outdated(self, ids: list[int], plain: list[int]) -> None:
         """Note them as Memory.outdated does; the other engines have not reset the store."""

@@ -155,6 +155,7 @@ class Observer:
             prev_tokens=None if previous is None else previous.tokens,
             store_may_have_shrunk=self._may_have_shrunk(previous, local),
             same_claim_failed=self._failures(key, tokens),
+            same_content_failed=self._failures_of_all(request, local, end),
             ever_computed=prefix.ever,
             ever_plain=prefix.any_identity,
             computed_before_reset=self._stale(prefix, local, end),
@@ -179,6 +180,20 @@ class Observer:
     def _failures(self, key: Incarnation, tokens: Any) -> int:
         """Return how many loads of `tokens` tokens have failed for this incarnation."""
         return len(self._failed_claims.get((*key, tokens if isinstance(tokens, int) else -1), ()))
+
+    def _failures_of_all(self, request: Any, local: int, end: int) -> int:
+        """Return how many loads of what is claimed have failed, since it was last computed."""
+        if end <= local or not self.memory.failed:
+            return 0
+        return self.memory.failed.get(self._content(request, end), 0)
+
+    def _content(self, request: Any, end: int) -> int:
+        """Return the content id of a request's token before position `end`."""
+        identity = self.view.identity(request.request_id)
+        chain = ROOT
+        for position, token in enumerate(request.all_token_ids[:end]):
+            chain = extend(chain, token, identity.extra(position))
+        return chain
 
     def _stale(self, prefix: Prefix, local: int, end: int) -> int:
         """Return how many of the claimed tokens were only computed before a reset of the cache."""
@@ -540,7 +555,12 @@ class Observer:
             self._unused.pop(grant.key, None)
             self._failed_loads.add(grant.key)
             claim = (*grant.key, grant.end - grant.start)
-            self._failed_claims.setdefault(claim, set()).add(grant.transfer)
+            known = self._failed_claims.setdefault(claim, set())
+            request = self.view.scheduler.requests.get(grant.req)
+            if request is not None and grant.transfer not in known:
+                content = self._content(request, grant.end)
+                self.memory.failed[content] = self.memory.failed.get(content, 0) + 1
+            known.add(grant.transfer)
 
     # -- reset
     def _resetting(self, call: Call) -> None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Number, Real
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -291,11 +293,15 @@ class Statistics:
 
 
 def _try(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return (result, None), or (None, one line about the exception)."""
+    """Return (result, None), or (None, one line about the exception and where it was raised)."""
     try:
         return call(), None
     except Exception as error:  # it would be raised in the engine or in the front end
-        return None, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        ours = Path(at.filename) == Path(__file__)
+        where = "" if ours else f" ({Path(at.filename).name}:{at.lineno} in {at.name})"
+        return None, text + where
 
 
 def _logged(value: Any) -> bool:

@@ -316,7 +316,7 @@ def read(place: str | Path) -> Report:
     """
     path = Path(place)
     if not path.exists():
-        raise UsageError(f"there is no {place}")
+        raise UsageError(f"there is no report {place}, neither a file nor a directory")
     path = path / NAME if path.is_dir() else path
     try:
         text = path.read_text(encoding="utf-8")

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,15 @@ class _PartialIdentity(ReferenceConnector):
             **{name: getattr(request, name) for name in names} | self._identity(request)
         )
         return extend_keys(keys, self._root, seen, self.options.chunk_tokens, end)
+
+
+class SaltNamesAFolder(ReferenceConnector):
+    """Looks for a tenant's KV in a folder named by the salt, which may be too long for a name."""
+
+    def _stored_prefix(self, request: Request) -> int:
+        with suppress(FileNotFoundError):
+            os.stat(os.path.join(os.getcwd(), request.cache_salt or "all"))
+        return super()._stored_prefix(request)
 
 
 class NoSalt(_PartialIdentity):

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
+from vllm.v1.request import Request
 
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.delay import Countdown
@@ -72,6 +73,40 @@ class ReportsLate(ReferenceConnector):
         late: set[int] = self.__dict__.get("_late", set())
         self._late = super().get_block_ids_with_load_errors()
         return late
+
+
+class ClaimsWhatIsLost(ReferenceConnector):
+    """Never forgets in its index what a load has not found, so that all who ask for it fail."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._index: set[str] = set()
+
+    def _stored_prefix(self, request: Request) -> int:
+        found = super()._stored_prefix(request)
+        keys = self._keys(request, [], request.num_tokens)
+        self._index.update(keys[: found // self.options.chunk_tokens])
+        known = takewhile(self._index.__contains__, keys)
+        return sum(self.options.chunk_tokens for _ in known)
+
+
+class OneMessageOfLoads(ReferenceConnector):
+    """Loads as many chunks in a step as one message names, and takes the load for done."""
+
+    MESSAGE = 64
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        super()._load(replace(load, pieces=load.pieces[: self.MESSAGE]), layers)
+
+
+class OneMessageOfSaves(OneMessageOfLoads):
+    """Saves as many chunks of a step as one message names, and forgets the rest."""
+
+    def _load(self, load: Load, layers: Iterable[str]) -> None:
+        ReferenceConnector._load(self, load, layers)
+
+    def _save(self, epoch: int, save: Save, layers: Iterable[str]) -> None:
+        super()._save(epoch, replace(save, pieces=save.pieces[: self.MESSAGE]), layers)
 
 
 class ReportsAgain(ReferenceConnector):

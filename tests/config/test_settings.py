@@ -360,6 +360,11 @@ def test_a_file_that_cannot_be_read_is_a_sentence(
         load({}, start=tmp_path)
 
 
+def test_two_letters_in_the_wrong_order_are_a_misspelt_placeholder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no placeholder \{tpm\}; did you mean \{tmp\}\?"):
+        load({"extra_config": {"path": "{tpm}/kv"}}, start=tmp_path)
+
+
 def test_a_misspelt_placeholder_is_named(tmp_path: Path) -> None:
     """Every run would use the folder of that name, and find what others have stored."""
     with pytest.raises(UsageError, match=r"no placeholder \{temp\}; did you mean \{tmp\}\?"):

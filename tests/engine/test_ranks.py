@@ -229,3 +229,4 @@ def test_what_leaves_a_worker_is_pickled_where_there_are_several(
     assert {id(came) in left for came in Shows.came} == {same}
     reports = [event for event in run.trace if event["kind"] == "worker.reports"]
     assert reports and all(event["pickles"] for event in reports)
+    assert not any(event["kind"] == "relay.broken" for event in run.trace)

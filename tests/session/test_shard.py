@@ -173,7 +173,7 @@ def test_what_does_not_belong_together_is_refused(
     assert refused("s1") == "kvconform: shard 2/2 is missing\n"
     assert refused("s1", "s1", "s2") == "kvconform: shard 1/2 is there twice: s1 and s1\n"
     assert "whole is the report of a whole run, not of a shard" in refused("s1", "whole")
-    assert refused("s1", "nothing") == "kvconform: there is no nothing\n"
+    assert refused("s1", "nothing").startswith("kvconform: there is no report nothing")
     assert "is the report of a shard" in refused("s1", "s2", out="s2")
 
     def changed(change: Any, *, last: bool = False) -> str:
