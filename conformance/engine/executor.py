@@ -15,7 +15,7 @@ from kvconform.engine.lifecycle import in_order
 from kvconform.engine.ranks import Rank
 from kvconform.engine.view import EngineView, Flight
 from kvconform.kv import device
-from kvconform.kv.oracle import Oracle
+from kvconform.kv.oracle import Grant, Oracle
 from kvconform.kv.provenance import Chain
 from kvconform.observe.cache import CacheObserver
 from kvconform.observe.call import Call
@@ -62,6 +62,7 @@ class Executor:
         self.view = view
         self.ranks = view.ranks
         self.observer = observer
+        observer.sees_arrivals = True
         self.ledger = ledger
         self.reports = reports
         self.pickled = pickled
@@ -291,13 +292,19 @@ class Executor:
                 if grant.req not in requests:
                     grant.open = False  # the engine took another rank's report for the last one
                 elif grant.req in self._received:  # a failure may be reported in any step before
-                    oracle.due(grant, self._chain(grant.req))
+                    self._take_up(oracle, grant, self._chain(grant.req))
             elif (
                 state is not None
                 and grant.req in self.ranks.leader.worker.scheduled
                 and grant.started_step <= self.trace.step  # late workers are a step behind
             ):
-                oracle.due(grant, state.chain)
+                self._take_up(oracle, grant, state.chain)
+
+    def _take_up(self, oracle: Oracle, grant: Grant, chain: Chain) -> None:
+        """Judge a load that the engine takes for finished."""
+        oracle.due(grant, chain)
+        if grant.due is None and not grant.failed and not grant.given_up:
+            self.observer.arrived(grant, chain.ids[grant.end - 1])
 
     def _chain(self, req_id: str) -> Chain:
         """Return the contents of a request's known tokens, computed by a worker or not."""

@@ -79,6 +79,8 @@ class Observer:
         self._lookups: dict[Incarnation, Lookup] = {}
         # Transfers that failed, on one rank or on several, by incarnation and tokens.
         self._failed_claims: dict[tuple[str, int, int], set[str]] = {}
+        self.sees_arrivals = False
+        """Whether `arrived` is called; without it, failures are not counted across requests."""
         self._unused: dict[Incarnation, int] = {}  # tokens of loads that the engine has not used
         self._failed_loads: set[Incarnation] = set()  # on any rank, since the blocks were granted
         self._transfers = 0
@@ -556,11 +558,24 @@ class Observer:
             self._failed_loads.add(grant.key)
             claim = (*grant.key, grant.end - grant.start)
             known = self._failed_claims.setdefault(claim, set())
-            request = self.view.scheduler.requests.get(grant.req)
-            if request is not None and grant.transfer not in known:
-                content = self._content(request, grant.end)
-                self.memory.failed[content] = self.memory.failed.get(content, 0) + 1
+            if self.sees_arrivals and grant.transfer not in known:
+                self._count_failure(grant)
             known.add(grant.transfer)
+
+    def _count_failure(self, grant: Grant) -> None:
+        request = self.view.scheduler.requests.get(grant.req)
+        if request is not None:
+            content = self._content(request, grant.end)
+            self.memory.failed[content] = self.memory.failed.get(content, 0) + 1
+
+    def arrived(self, grant: Grant, content: int) -> None:
+        """Note that a load up to this content id is complete on a rank.
+
+        If it has failed on no rank, the failures of others before it were passing ones.
+        """
+        failed = self._failed_claims.get((*grant.key, grant.end - grant.start), ())
+        if grant.transfer not in failed:
+            self.memory.repaired([content])
 
     # -- reset
     def _resetting(self, call: Call) -> None:

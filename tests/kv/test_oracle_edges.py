@@ -58,6 +58,7 @@ def seen_by(machine: Machine) -> Any:
     return SimpleNamespace(
         trace=machine.trace,
         _loads=machine.oracle,
+        sees_arrivals=False,
         _failed_claims={},
         _failed_loads=set(),
         _unused={},
