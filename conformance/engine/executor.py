@@ -303,7 +303,8 @@ class Executor:
     def _take_up(self, oracle: Oracle, grant: Grant, chain: Chain) -> None:
         """Judge a load that the engine takes for finished."""
         oracle.due(grant, chain)
-        if grant.due is None and not grant.failed and not grant.given_up:
+        is_whole = grant.due is None and not grant.failed and not grant.given_up
+        if is_whole and grant.end <= len(chain.ids):  # a wrong claim may end behind the tokens
             self.observer.arrived(grant, chain.ids[grant.end - 1])
 
     def _chain(self, req_id: str) -> Chain:

@@ -26,7 +26,7 @@ class Memory:
 
     `ever`: all of them. `plain`: the plain ids of these. `since_reset`: those computed since the
     last reset of the connector's store. `failed`: how many loads up to a content id have failed
-    since it was last computed.
+    since it was last computed or loaded.
     """
 
     def __init__(self) -> None:

@@ -184,7 +184,7 @@ class Observer:
         return len(self._failed_claims.get((*key, tokens if isinstance(tokens, int) else -1), ()))
 
     def _failures_of_all(self, request: Any, local: int, end: int) -> int:
-        """Return how many loads of what is claimed have failed, since it was last computed."""
+        """Return how many loads of what is claimed have failed since it was computed or loaded."""
         if end <= local or not self.memory.failed:
             return 0
         return self.memory.failed.get(self._content(request, end), 0)
@@ -522,7 +522,8 @@ class Observer:
             if hit and grant.req not in loads.failed_reqs:
                 self._fail(grant.req, grant, sorted(hit), [])
                 grant.failed |= hit
-            left -= hit | grant.behind if hit else set()
+            if hit:
+                left -= hit | grant.behind
         if left:
             self._fail(None, None, sorted(blocks), sorted(left))
 
