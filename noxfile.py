@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import shlex
@@ -160,11 +161,10 @@ def init(session: nox.Session) -> None:
     """
     here = Path(session.invoked_from)
     rest = options(session)[1]
-    before = ["", *rest]
-    for word, previous in zip(rest, before, strict=False):
+    for previous, word in itertools.pairwise(["", *rest]):
         is_folder = not word.startswith("-") and previous not in TAKES_A_VALUE
         if is_folder and not (here / word).exists():
-            # Said here, so that nobody waits for an environment first.
+            # Checked before the environment is made, which takes minutes.
             session.error(
                 f"there is no folder {word}; --template {word} begins a new connector there"
             )

@@ -121,6 +121,11 @@ def has_sync_loads(scheduler_output: SchedulerOutput) -> bool:
     )
 
 
+def blocks_to_zero(scheduler_output: SchedulerOutput) -> list[int]:
+    """Return the blocks that are zeroed before this step; none in releases that do not zero."""
+    return list(getattr(scheduler_output, "new_block_ids_to_zero", None) or ())
+
+
 def block_state(req_ids: set[str], get_block_ids: Any) -> Any:
     """Return what build_connector_meta may read about blocks; None until 0.26."""
     if KVConnectorBlockState is None:

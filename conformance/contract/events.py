@@ -505,7 +505,7 @@ _kind(
     "engine did not keep blocks free for an earlier, failed load of this request; unused = tokens "
     "of a finished load that the engine has not used yet; same_claim_failed = loads of as many "
     "tokens by this request that failed; same_content_failed = loads of the same KV that failed, "
-    "by any request, since it was last computed.",
+    "by any request, since it was computed or loaded.",
 )
 _kind(
     "lookup.namesake",

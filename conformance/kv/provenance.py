@@ -9,7 +9,7 @@ the same tokens under another identity.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -213,6 +213,13 @@ class Identity:
         """Return what `position` adds to the chain."""
         extra = self.base if position == 0 else 0
         return extra ^ self._item(position)
+
+    def contents(self, tokens: Iterable[int]) -> Iterator[int]:
+        """Yield the content id of each of a request's tokens, from its first one on."""
+        chain = ROOT
+        for position, token in enumerate(tokens):
+            chain = extend(chain, token, self.extra(position))
+            yield chain
 
     def own(self, position: int) -> int:
         """Return the identity of one token, whatever is before it."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvconform.compat.step import blocks_to_zero
 from kvconform.compat.vllm_api import RequestStatus
 from kvconform.contract.events import run_end
 from kvconform.contract.trace import Event, Trace
@@ -230,7 +231,7 @@ class SchedulerProbe:
             self.trace.step,
             fresh=fresh,
             wanted=self._wanted(fresh, tables),
-            zeroed=list(getattr(output, "new_block_ids_to_zero", ()) or ()),
+            zeroed=blocks_to_zero(output),
         )
         note.tables = {
             req: [block for table in groups for block in table] for req, groups in tables.items()

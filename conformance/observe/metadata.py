@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvconform.compat.step import blocks_to_zero, has_sync_loads
 from kvconform.compat.vllm_api import KVConnectorMetadata
 from kvconform.contract.trace import Trace
 from kvconform.observe.call import Call
@@ -72,7 +73,7 @@ class MetadataObserver:
     def _building(self, call: Call) -> None:
         output = call.arg(0, "scheduler_output")
         call.scratch["picture"] = scheduler_output_picture(output)
-        call.scratch["zeroed"] = list(getattr(output, "new_block_ids_to_zero", None) or ())
+        call.scratch["zeroed"] = blocks_to_zero(output)
         state: Any = getattr(output, "kv_connector_block_state", None)
         offers = {} if state is None else getattr(state, "boundary_state_offloads", {})
         copied = {target for _, target in getattr(output, "kv_cache_block_copies", None) or ()}
@@ -150,9 +151,8 @@ def _zeroes_otherwise(output: Any, before: list[int]) -> bool:
 
     Only who loads synchronously may take out blocks that it overwrites.
     """
-    after = list(getattr(output, "new_block_ids_to_zero", None) or ())
-    loads = getattr(output, "has_sync_kv_loads", True)  # older releases do not say
-    return after != before and not (loads and set(after) <= set(before))
+    after = blocks_to_zero(output)
+    return after != before and not (has_sync_loads(output) and set(after) <= set(before))
 
 
 def _keeps_block_state(metadata: Any, output: Any) -> bool:

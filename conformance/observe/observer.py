@@ -187,15 +187,12 @@ class Observer:
         """Return how many loads of what is claimed have failed since it was computed or loaded."""
         if end <= local or not self.memory.failed:
             return 0
-        return self.memory.failed.get(self._content(request, end), 0)
+        return self.memory.failed.get(self._contents(request, end)[-1], 0)
 
-    def _content(self, request: Any, end: int) -> int:
-        """Return the content id of a request's token before position `end`."""
+    def _contents(self, request: Any, end: int) -> list[int]:
+        """Return the content ids of a request's tokens before position `end`."""
         identity = self.view.identity(request.request_id)
-        chain = ROOT
-        for position, token in enumerate(request.all_token_ids[:end]):
-            chain = extend(chain, token, identity.extra(position))
-        return chain
+        return list(identity.contents(request.all_token_ids[:end]))
 
     def _stale(self, prefix: Prefix, local: int, end: int) -> int:
         """Return how many of the claimed tokens were only computed before a reset of the cache."""
@@ -362,13 +359,7 @@ class Observer:
 
     def _kept(self, request: Any, end: int) -> None:
         """Note content up to `end` that outlived a reset here, and may be saved again."""
-        identity = self.view.identity(request.request_id)
-        chain = ROOT
-        kept = []
-        for position in range(end):
-            chain = extend(chain, request.all_token_ids[position], identity.extra(position))
-            kept.append(chain)
-        self.memory.kept(kept)
+        self.memory.kept(self._contents(request, end))
 
     def _keep_loading(self) -> None:
         """Note what requests are loading during a reset, or have loaded and not yet run with.
@@ -565,8 +556,8 @@ class Observer:
 
     def _count_failure(self, grant: Grant) -> None:
         request = self.view.scheduler.requests.get(grant.req)
-        if request is not None:
-            content = self._content(request, grant.end)
+        if request is not None and grant.end > 0:
+            content = self._contents(request, grant.end)[-1]
             self.memory.failed[content] = self.memory.failed.get(content, 0) + 1
 
     def arrived(self, grant: Grant, content: int) -> None:

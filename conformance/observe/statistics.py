@@ -11,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Number, Real
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvconform.contract.trace import Trace
+from kvconform.errors import place_of
 from kvconform.observe.call import Call
 from kvconform.observe.probe import Probe
 from kvconform.observe.seen import Seen
@@ -293,15 +292,13 @@ class Statistics:
 
 
 def _try(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return (result, None), or (None, one line about the exception and where it was raised)."""
+    """Return (result, None), or (None, one line about the exception and the connector's line)."""
     try:
         return call(), None
     except Exception as error:  # it would be raised in the engine or in the front end
         text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        ours = Path(at.filename) == Path(__file__)
-        where = "" if ours else f" ({Path(at.filename).name}:{at.lineno} in {at.name})"
-        return None, text + where
+        at = place_of(error)
+        return None, text + (f" ({at.file}:{at.line} in {at.function})" if at else "")
 
 
 def _logged(value: Any) -> bool:

@@ -18,7 +18,6 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from kvconform.compat.block_keys import ExtraKeys, extra_keys_of
 from kvconform.contract.events import ARGUMENTS
 from kvconform.contract.trace import Event, Trace
-from kvconform.kv.provenance import ROOT, extend
 from kvconform.observe.announced import Announced
 from kvconform.observe.call import Call
 from kvconform.observe.digest import canonical, pickle_round_trip
@@ -77,20 +76,17 @@ class HashBook:
         keys = self.keys(request)
         tokens = list(request.all_token_ids)
         identity = self.identity(request.request_id)
-        chain = ROOT
         same = True
         distinct = True
         parents: dict[int, Any] = {}
         lora = None if request.lora_request is None else request.lora_request.lora_name
         extra_keys = extra_keys_of(request)
-        for position, token in enumerate(tokens):
-            chain = extend(chain, token, identity.extra(position))
-            end = position + 1
+        for end, content in enumerate(identity.contents(tokens), 1):
             if end % self.block_size or end // self.block_size > len(keys):
                 continue
             key = keys[end // self.block_size - 1]
-            same = same and self._hash_of.setdefault(chain, key) == key
-            distinct = distinct and self._content_of.setdefault(key, chain) == chain
+            same = same and self._hash_of.setdefault(content, key) == key
+            distinct = distinct and self._content_of.setdefault(key, content) == content
             if key not in self.blocks:
                 self.blocks[key] = Stored(tokens, end, dict(parents), lora, extra_keys)
             parents[end] = key

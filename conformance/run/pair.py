@@ -23,7 +23,7 @@ from kvconform.contract.steps import Add, Handed, OnStep, Step
 from kvconform.contract.trace import Event, PairTrace, Trace
 from kvconform.engine.configs import engine_id_of
 from kvconform.engine.engine import Engine
-from kvconform.kv.provenance import ROOT, PartMemory, extend, text_id
+from kvconform.kv.provenance import PartMemory, text_id
 from kvconform.observe.call import Call
 from kvconform.observe.telemetry import HashBook
 from kvconform.process import alive
@@ -166,11 +166,9 @@ class Handovers:
     def _computed(self, request: Any, by: Sequence[PartMemory]) -> int:
         """Count the tokens of the request's prefix that any of some engines has computed."""
         identity = self.state.info(request.request_id).identity
-        chain = ROOT
         known = [memory.own for memory in by]
-        for position, token in enumerate(request.all_token_ids):
-            chain = extend(chain, token, identity.extra(position))
-            if not any(chain in own for own in known):
+        for position, content in enumerate(identity.contents(request.all_token_ids)):
+            if not any(content in own for own in known):
                 return position
         return int(request.num_tokens)
 

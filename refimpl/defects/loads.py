@@ -91,22 +91,17 @@ class ClaimsWhatIsLost(ReferenceConnector):
 
 
 class OneMessageOfLoads(ReferenceConnector):
-    """Loads as many chunks in a step as one message names, and takes the load for done."""
-
-    MESSAGE = 64
+    """Loads as many chunks in a step as one message names, 64, and takes the load for done."""
 
     def _load(self, load: Load, layers: Iterable[str]) -> None:
-        super()._load(replace(load, pieces=load.pieces[: self.MESSAGE]), layers)
+        super()._load(replace(load, pieces=load.pieces[:64]), layers)
 
 
-class OneMessageOfSaves(OneMessageOfLoads):
-    """Saves as many chunks of a step as one message names, and forgets the rest."""
-
-    def _load(self, load: Load, layers: Iterable[str]) -> None:
-        ReferenceConnector._load(self, load, layers)
+class OneMessageOfSaves(ReferenceConnector):
+    """Saves as many chunks of a step as one message names, 64, and forgets the rest."""
 
     def _save(self, epoch: int, save: Save, layers: Iterable[str]) -> None:
-        super()._save(epoch, replace(save, pieces=save.pieces[: self.MESSAGE]), layers)
+        super()._save(epoch, replace(save, pieces=save.pieces[:64]), layers)
 
 
 class ReportsAgain(ReferenceConnector):

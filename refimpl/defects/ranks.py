@@ -244,11 +244,8 @@ class EndedSaves(NamedTuple):
         return EndedSaves(self.counts + other.counts)
 
 
-class ForgetsReports(Drifting):
-    """Counts which saves all ranks have ended, and forgets at a reset what some have reported.
-
-    The reports of the other ranks, which come later, are then too few.
-    """
+class _CountsSaves(Drifting):
+    """Keeps the engine going until all ranks have reported each save, which is right."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -281,13 +278,19 @@ class ForgetsReports(Drifting):
         for req in [req for req, count in self._awaited.items() if self._reported[req] >= count]:
             del self._awaited[req], self._reported[req]
 
+    def has_pending_push_work(self) -> bool:
+        return bool(self._awaited)
+
+
+class ForgetsReports(_CountsSaves):
+    """Counts which saves all ranks have ended, and forgets at a reset what some have reported.
+
+    The reports of the other ranks, which come later, are then too few.
+    """
+
     def reset_cache(self) -> bool | None:
         self._reported.clear()
         return super().reset_cache()
-
-    def has_pending_push_work(self) -> bool:
-        """Keep the engine going until all saves have ended on all ranks."""
-        return bool(self._awaited)
 
 
 class CountsLeftBehind(EndedSaves):
@@ -297,7 +300,7 @@ class CountsLeftBehind(EndedSaves):
         return CountsLeftBehind, (Counter(),)
 
 
-class SendsNoCounts(ForgetsReports):
+class SendsNoCounts(_CountsSaves):
     """Waits until all ranks have ended a save, and reports that in what pickling leaves out.
 
     It works as long as both halves are in one process.
@@ -306,9 +309,6 @@ class SendsNoCounts(ForgetsReports):
     def build_connector_worker_meta(self) -> Any:
         ended = super().build_connector_worker_meta()
         return None if ended is None else CountsLeftBehind(ended.counts)
-
-    def reset_cache(self) -> bool | None:
-        return Drifting.reset_cache(self)
 
 
 class LocksReports(Drifting):
