@@ -321,7 +321,10 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         """Return the end of the KV that a finished request has: min(computed, known - 1).
 
         The last token was sampled but never computed, and the computed tokens may count drafts.
+        With a pooling model nothing is sampled: all tokens are computed.
         """
+        if request.num_output_tokens == 0:
+            return self._worth_saving(request, request.num_computed_tokens)
         return self._worth_saving(request, min(request.num_computed_tokens, request.num_tokens - 1))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

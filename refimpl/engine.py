@@ -140,6 +140,7 @@ class Engine:
         )
         self.connector = connector
         self.num_spec_tokens = self.settings.num_spec
+        self.num_sampled_tokens_per_step = self.settings.sampled_per_step
         # Read once (R162). If true, tokens in flight at a preemption are dropped: their KV was to
         # be delivered, and the preemption frees it.
         self.requires_kv_delivery = (
@@ -222,10 +223,9 @@ class Engine:
         """Queue a request. EngineAssertion if its id is in use."""
         if request.request_id in self.requests:
             raise EngineAssertion("R060", f"duplicate request id {request.request_id}")
-        if request.pooling_params is not None or request.structured_output_request is not None:
+        if request.structured_output_request is not None:
             raise ValueError(
-                f"The reference engine supports plain generation only, not {request.request_id}: "
-                "it is a pooling request, or has structured output."
+                f"The reference engine has no structured output, and {request.request_id} wants it."
             )
         self.waiting.add_request(request)
         self.requests[request.request_id] = request

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -49,8 +50,15 @@ def land(
         if request_id in failed or request.is_finished() or is_dropped:
             continue
         sampled: list[int] = []
+        vector = None
         if result.sampled_token_ids:
             sampled = result.sampled_token_ids[result.req_id_to_index[request_id]]
+        elif result.pooler_output:
+            vector = result.pooler_output[result.req_id_to_index[request_id]]
+        if vector is not None:
+            request.status = RequestStatus.FINISHED_STOPPED
+            outputs[request.client_index].append(_pooled(engine, request, vector))
+            stopped.add(request)
         if not sampled:
             continue
         drafts = output.scheduled_spec_decode_tokens.get(request_id, ())
@@ -93,6 +101,14 @@ def land(
             reported.kv_connector_stats.aggregate(stats)
         list(engine.connector.take_events() or ())
     return {client: EngineCoreOutputs(outputs=items) for client, items in outputs.items()}
+
+
+def _pooled(engine: Engine, request: Request, vector: torch.Tensor) -> EngineCoreOutput:
+    """End a request with its vector; return its output."""
+    item = EngineCoreOutput(request_id=request.request_id, new_token_ids=[], pooling_output=vector)
+    item.finish_reason = request.get_finished_reason()
+    item.kv_transfer_params = engine.end(request)
+    return item
 
 
 def _append(engine: Engine, request: Request, sampled: list[int], is_stale: bool) -> list[int]:

@@ -119,7 +119,7 @@ class ReferenceScheduler(Engine):
             tokens,
             step.token_budget,
             step.input_budget - self.settings.draft_slots,
-            self.settings.max_model_len - computed - 1,
+            self.settings.max_model_len - computed - self.num_sampled_tokens_per_step,
         )
 
     def _allocate(self, request: Request, new_tokens: int, step: Step) -> KVCacheBlocks | None:
@@ -176,7 +176,8 @@ class ReferenceScheduler(Engine):
                 continue
             self.inflight_prefills.discard(request)
             if self.settings.is_async:
-                request.num_output_placeholders += 1 + len(drafts.get(request_id, ()))
+                new = self.num_sampled_tokens_per_step + len(drafts.get(request_id, ()))
+                request.num_output_placeholders += new
                 request.spec_token_ids = placeholder_drafts
         self.in_flight[id(output)] = (output, scheduled)
         self.finished_req_ids = set()

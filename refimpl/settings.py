@@ -58,6 +58,8 @@ class Settings:
         self.num_blocks: int = kv_cache_config.num_blocks
         self.prefix_caching: bool = vllm_config.cache_config.enable_prefix_caching
         self.max_model_len: int = vllm_config.model_config.max_model_len
+        # Tokens that a step samples for a request without drafts; a pooling model's samples none.
+        self.sampled_per_step = int(vllm_config.model_config.runner_type != "pooling")
 
         # In requests.
         self.max_running: int = (

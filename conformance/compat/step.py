@@ -16,6 +16,7 @@ from typing import Any
 from vllm.forward_context import ForwardContext, set_forward_context
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -67,10 +68,12 @@ def runner_output(
     req_ids: Sequence[str] = (),
     tokens: Sequence[list[int]] = (),
     reports: KVConnectorOutput | None = None,
+    vectors: Sequence[torch.Tensor | None] = (),
 ) -> ModelRunnerOutput:
     """Return a model runner's output: sampled `tokens` per request, the connector's `reports`.
 
-    All fields are given, because until 0.13 some had no defaults.
+    `vectors`: those of a pooling model per request, in place of tokens. All fields are given,
+    because until 0.13 some had no defaults.
     """
     return ModelRunnerOutput(
         req_ids=list(req_ids),
@@ -78,7 +81,7 @@ def runner_output(
         sampled_token_ids=list(tokens),
         logprobs=None,
         prompt_logprobs_dict={},
-        pooler_output=[],
+        pooler_output=list(vectors),
         kv_connector_output=reports,
     )
 
@@ -259,6 +262,7 @@ class AnyText(StructuredOutputGrammar):
 
 
 STOP_TOKEN = 1
+REPEATED_TOKEN = 2
 _WANTS_EOS = "eos_token_id" in inspect.signature(Request.__init__).parameters
 LATER_REQUEST_FIELDS: dict[str, Any] = {
     "is_prefill_chunk": False,
@@ -315,6 +319,7 @@ def build_request(
     max_tokens: int,
     block_size: int,
     stop: bool,
+    repeats: bool = False,
     salt: str | None,
     lora: Adapter | None,
     items: list[dict[str, Any]],
@@ -324,13 +329,15 @@ def build_request(
     skip_reading_prefix_cache: bool,
     structured: bool = False,
     session: bool = False,
+    pooling: bool = False,
     arrival: float,
 ) -> Request:
     """Return vLLM's own Request, as the engine core would make it.
 
-    `structured`: with a grammar that is still being compiled. `embeds`: the prompt is given as
-    embeddings, these (content, first row, end), and `tokens` only has its length. `session`: it can
-    be continued.
+    `repeats`: ends if it samples a token twice in a row. `structured`: with a grammar that is still
+    being compiled. `embeds`: the prompt is given as embeddings, these (content, first row, end),
+    and `tokens` only has its length. `session`: it can be continued. `pooling`: it is a pooling
+    model's, without sampling parameters.
     """
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -341,6 +348,10 @@ def build_request(
         structured_outputs=StructuredOutputsParams(regex=".*") if structured else None,
     )
     sampling.update_from_generation_config({}, 2)
+    if repeats:
+        from vllm.sampling_params import RepetitionDetectionParams  # older releases have none
+
+        sampling.repetition_detection = RepetitionDetectionParams(max_pattern_size=1, min_count=2)
     features = [
         MultiModalFeatureSpec(
             data=None,
@@ -354,8 +365,8 @@ def build_request(
         request_id=req_id,
         prompt_token_ids=None if embeds else list(tokens),
         prompt_embeds=joined_embeddings(embeds) if embeds else None,
-        sampling_params=sampling,
-        pooling_params=None,
+        sampling_params=None if pooling else sampling,
+        pooling_params=PoolingParams(task="embed") if pooling else None,
         arrival_time=arrival,
         mm_features=features or None,
         lora_request=LoRARequest(lora.name, lora.number, lora.path) if lora else None,

@@ -193,6 +193,11 @@ class Config(Model):
         description="tokens between the states and windows that the prefix cache keeps; 0: those at"
         " the end of a prompt and of what prompts share, null: all",
     )
+    pooling: bool = Field(
+        default=False,
+        description="a pooling model: requests have no sampling parameters, and end with one vector"
+        " for their prompt; `max_tokens` means nothing",
+    )
     layout: Layout | None = Field(
         default=None,
         description="the only order of a KV tensor's axes that the attention supports",
@@ -287,8 +292,25 @@ OPTIONS: dict[str, str] = {
     "prefix_match_unit": "prefix_match_unit",
     "retention_interval": "prefix_cache_retention_interval",
     "stats": "disable_log_stats",
+    "pooling": "runner",
 }
 """Fields of `Config` that need no situation, as vLLM has such an option: field -> EngineArgs."""
+
+
+OF_GENERATION = frozenset(
+    {
+        "params",
+        "skip_save",
+        "hand_over",
+        "handed",
+        "drafts",
+        "stop_at",
+        "repeats_at",
+        "structured",
+        "session",
+    }
+)
+"""Fields of `add` that a pooling model's requests cannot have: vLLM reads them from sampling."""
 
 
 class Matrix(Model):
@@ -408,6 +430,12 @@ class Case(Model):
                 "`reset` of the connector is not possible with `handed`: "
                 "what a hand-over owes after a reset is not defined"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _pooling_fits(self) -> Case:
+        if self.config.pooling and (self.config.engines or self.config.spec_tokens):
+            raise ValueError("config: pooling needs one engine, and no spec_tokens")
         return self
 
     @model_validator(mode="after")
@@ -553,6 +581,8 @@ class Case(Model):
         adds = [add for step in self.steps for add in step.adds()]
         if any(add.structured for add in adds) and self.engines != ["vllm"]:
             raise ValueError("structured output: only engine vllm has it")
+        if any(add.repeats_at is not None for add in adds) and self.engines != ["vllm"]:
+            raise ValueError("repeats_at: only engine vllm detects repetitions")
         sessions = any(add.session for add in adds)
         if sessions and "state" in groups and self.config.spec_tokens:
             raise ValueError("sessions: with drafts, vLLM loses the states that they go on from")
@@ -744,7 +774,7 @@ def _resets_in_flight(steps: Sequence[Step]) -> bool:
     flying = False
     for step in steps:
         if step.op == "run":
-            flying = step.arg.until is not None or step.arg.max is not None
+            flying = {step.arg.until, step.arg.loaded, step.arg.max} != {None}
         elif step.op in ("step", "schedule", "idle"):
             flying = True
         elif step.op == "reset" and step.arg.connector and flying:
@@ -810,6 +840,8 @@ def _unfit(step: Step, config: Config, matrix: Matrix, on: str | None) -> str | 
     for add in step.adds():
         if not names and add.handed is not None:
             return "`handed` needs several engines (config.engines)"
+        if config.pooling and (given := sorted(add.model_fields_set & OF_GENERATION)):
+            return f"`{given[0]}` needs a model that generates; config.pooling says otherwise"
         if not isinstance(add.prompt, int):
             continue
         adds = f"adds a prompt of {add.prompt} tokens"

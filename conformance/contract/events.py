@@ -142,8 +142,8 @@ _kind(
     "harness",
     "seed:int engine:str case:str scheduling:str runner:str depth:int vllm:str block_size:int "
     "hash_size:int num_blocks:int policies:list connector:str? spec_tokens:int role:str "
-    "failure_policy:str groups:int ranks:int stages:int context_ranks:int drafter:bool device:str "
-    "slow:str?",
+    "failure_policy:str groups:int ranks:int stages:int context_ranks:int drafter:bool "
+    "pooling:bool device:str slow:str?",
     "The run begins; its fields are the constants `cfg`. block_size = tokens per block of the "
     "first group; hash_size = tokens per block hash.",
 )
@@ -636,7 +636,14 @@ _kind(
     "sched",
     "req:str generation:int transfer:str? rank:int direction:str held:bool second:bool",
     "The worker half reported a finished transfer; held = the engine waited for it; second = "
-    "for load and send, the other was reported.",
+    "for load and send, the other was reported; rank -1 = the scheduler half added it to a "
+    "step's reports.",
+)
+_kind(
+    "transfer.withheld",
+    "sched",
+    "req:str generation:int transfer:str? rank:int direction:str held:bool second:bool",
+    "The same, but the scheduler half took it out of the step's reports: the engine never got it.",
 )
 _kind(
     "transfer.failed",
@@ -701,7 +708,8 @@ _kind(
     "sample",
     "sched",
     "req:str generation:int index:int token:int clean:bool prompt:int?",
-    "A token was sampled; clean = from correct KV; prompt = the prompt's length.",
+    "A token was sampled, or a pooling model made a vector (its number is the token); clean = from "
+    "correct KV; prompt = the prompt's length.",
 )
 
 # -- kv: the worker and its memory
@@ -823,11 +831,12 @@ _kind(
     "plan",
     "plan",
     "op:str req:str generation:int start:int end:int timing:str key:str? computed:int "
-    "scheduled:int known:int placeholders:int renewed:int slots:int?",
+    "scheduled:int known:int placeholders:int renewed:int slots:int? kept:bool",
     "What the connector's metadata plans to do. renewed = how often the request was admitted, or "
     "any load failed or the connector's cache was reset before: after each, KV may be stored "
     "again. slots = those of the request's block table (None: it holds no blocks, or has several "
-    "tables).",
+    "tables); kept = it is a save of a request without blocks, and others than the requests "
+    "hold blocks: the connector, or the engine for steps in flight.",
 )
 
 # -- cache: from an Inspector that shows the cache behind the connector, too
@@ -1004,6 +1013,7 @@ def run_start(
     stages: int = 1,
     context_ranks: int = 1,
     drafter: bool = False,
+    pooling: bool = False,
     device: str = "cpu",
     slow: str | None = None,
 ) -> dict[str, Any]:

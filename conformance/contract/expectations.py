@@ -125,7 +125,7 @@ class Outputs(_Body):
 
     req: Name
     count: Number | None = None
-    finish: Literal["length", "stop", "abort", "error"] | TextPer | None = None
+    finish: Literal["length", "stop", "abort", "error", "repetition"] | TextPer | None = None
     same_as: Name | None = None
     clean: Flag | None = None
 

@@ -23,9 +23,10 @@ Natural = Annotated[int, Field(ge=0)]
 
 
 class SamePrompt(Model):
-    """The prompt of another request."""
+    """The prompt of another request, with `above` added to every token id."""
 
     same: Req
+    above: Natural = 0
 
 
 class OfPrompt(Model):
@@ -220,6 +221,11 @@ class Add(Model):
     stop_at: Natural | None = Field(
         default=None, description="output index at which the stop token is sampled"
     )
+    repeats_at: Natural | None = Field(
+        default=None,
+        description="output index from which one token repeats, which vLLM is to detect as a"
+        " repetition of two; engine vllm only",
+    )
     skip_reading_prefix_cache: bool = False
     structured: bool = Field(
         default=False,
@@ -295,11 +301,14 @@ class Run(Model):
     """Iterate until the engine is idle, or `max` steps have computed, loaded or released something.
 
     `max`: None is the driver's limit. With several engines all run. `until` ends the step when that
-    request has finished, even if its engine still holds its blocks.
+    request has finished, even if its engine still holds its blocks; `loaded`, when the engine has
+    heard that its asynchronous load is over, before it is admitted with what was loaded, or when it
+    runs without one.
     """
 
     max: PositiveInt | None = None
     until: Req | None = None
+    loaded: Req | None = None
 
 
 class Reset(Model):
@@ -424,8 +433,8 @@ class RunStep(BaseStep):
     run: Run
 
     def mentions(self) -> set[str]:
-        """Return the request that ends the step, if one does."""
-        return {self.run.until} if self.run.until else set()
+        """Return the requests that end the step."""
+        return {req for req in (self.run.until, self.run.loaded) if req}
 
 
 class ScheduleStep(BaseStep):
@@ -847,8 +856,10 @@ def repeated(step: Step, number: int, *, fresh: bool = False) -> Step:
         return FailLoadStep.model_validate({"fail-load": moved})
     if isinstance(step, ControlStep):
         return ControlStep(control=step.control.model_copy(update={"of": named(step.control.of)}))
-    if isinstance(step, RunStep) and step.run.until:
-        return RunStep(run=step.run.model_copy(update={"until": named(step.run.until)}))
+    if isinstance(step, RunStep):
+        ends = {"until": step.run.until, "loaded": step.run.loaded}
+        found = {field: named(req) for field, req in ends.items() if req}
+        return RunStep(run=step.run.model_copy(update=found))
     if step.mentions():  # its argument is the name
         return type(step).model_validate({step.op: named(step.arg)})
     return step

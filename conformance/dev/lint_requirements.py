@@ -25,7 +25,7 @@ from kvconform.judge.monitor import Monitor
 from kvconform.judge.relation import relate_runs
 
 RULE_NUMBERS = range(1, 231)
-BUG_NUMBERS = range(1, 160)
+BUG_NUMBERS = range(1, 161)
 
 UPDATE = "`python -m kvconform.dev.drift update` reads vLLM's source again"
 
@@ -50,6 +50,7 @@ CFG: dict[str, Any] = {
     "stages": 1,
     "context_ranks": 1,
     "drafter": False,
+    "pooling": False,
 }
 """`cfg` of an example that does not set it."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvconform.compat.step import STOP_TOKEN
+from kvconform.compat.step import REPEATED_TOKEN, STOP_TOKEN
 from kvconform.kernels.codes import CodeBook, mix64
 from kvconform.kv.cache import Group
 from kvconform.kv.oracle import slots_of
@@ -38,11 +38,13 @@ class Script:
     """What a case says about the output of one request.
 
     `drafts`: accepted drafts per verification; the last entry repeats. `stop_at`: output index of
-    the stop token. `verified` counts the verifications.
+    the stop token. `repeats_at`: that from which one token repeats. `verified` counts the
+    verifications.
     """
 
     drafts: list[int] = field(default_factory=list)
     stop_at: int | None = None
+    repeats_at: int | None = None
     verified: int = 0
 
     def accepted(self, drafts: int) -> int:
@@ -59,6 +61,8 @@ class Script:
         """Return the next token of `chain`, which is the stop token where the script says so."""
         if self.stop_at is not None and len(chain.ids) - prompt_len == self.stop_at:
             return STOP_TOKEN
+        if self.repeats_at is not None and len(chain.ids) - prompt_len >= self.repeats_at:
+            return REPEATED_TOKEN
         return sample(chain, corruption)
 
 
@@ -70,6 +74,7 @@ class WorkerRequest:
     tables, one per group. Blocks that have left a window stay in them and are never read, as in
     vLLM's worker. `valid_end` is the end of the final KV. `newest` is the column of the block table
     with the recurrent state behind it; None: that of the block which ends there or later.
+    `is_pooling`: it ends with a vector for its prompt.
     """
 
     chain: Chain
@@ -79,6 +84,7 @@ class WorkerRequest:
     valid_end: int = 0
     newest: int | None = None
     in_batch: bool = False
+    is_pooling: bool = False
     _encoded: np.ndarray | None = None
     _encoded_ids: list[int] = field(default_factory=list)
 
@@ -235,6 +241,7 @@ class Batch:
             state.chain.append(token)
         state.tables = _copied(new.block_ids)
         state.valid_end = new.num_computed_tokens
+        state.is_pooling = new.pooling_params is not None
         self.requests[new.req_id] = state
 
     @staticmethod

@@ -182,6 +182,8 @@ def build_config(variant: Variant, target: Target, tmp: Path, *, with_connector:
     config.model_config.revision = settings.revision
     config.model_config.quantization = settings.quantization
     config.model_config.hf_overrides = settings.hf_overrides
+    if settings.pooling:
+        config.model_config.runner_type = "pooling"
     config.scheduler_config.long_prefill_token_threshold = settings.long_prefill_threshold
     configure_policies(
         config, frozenset(variant.case.policies), variant.block_size, settings.spec_tokens

@@ -22,7 +22,7 @@ from kvconform.observe.call import Call
 from kvconform.observe.digest import pickle_round_trip
 from kvconform.observe.inspector import inspector_of, shows_cache, shows_plans
 from kvconform.observe.ledger import Ledger, RankReports
-from kvconform.observe.observer import Observer, emit_layer
+from kvconform.observe.observer import Observer, emit_layer, received_late
 from kvconform.observe.probe import Probe
 
 JUDGED_AFTER = (
@@ -111,6 +111,7 @@ class Executor:
             probe.on(hook, after=lambda call: self._oracle.check_writes(call.hook))
         probe.around_siblings = self._around_sibling
         probe.on("get_transfer_results", after=self._note_received)
+        probe.on("update_connector_output", after=self._received_late)
         if device.current.streamed:
             probe.after_any.append(self._device_notes)
         if self.cache is not None:
@@ -146,6 +147,17 @@ class Executor:
         """Note the asynchronous loads that were reported: the engine may rely on them now."""
         if call.legal:
             self._received = set(call.result.finished_recving or ())
+
+    def _received_late(self, call: Call) -> None:
+        """Judge the loads, on every rank, whose end the scheduler half has reported."""
+        reported = received_late(call)
+        for rank in self.ranks.members if reported else ():
+            with self.ranks.driving(rank):
+                self._oracle.check_writes(call.hook)
+                self._received = reported
+                self._due(self._oracle, waiting_only=True)
+        if reported:
+            self.progress += 1
 
     def _device_notes(self, call: Call) -> None:
         of_layer = call.hook in ("wait_for_layer_load", "save_kv_layer")
@@ -283,18 +295,25 @@ class Executor:
         oracle.settle_reads()
         device.current.step_over()
 
-    def _due(self, oracle: Oracle) -> None:
-        """Close the grants that the engine relies on from now on."""
+    def _due(self, oracle: Oracle, *, waiting_only: bool = False) -> None:
+        """Close the grants that the engine relies on from now on.
+
+        `waiting_only`: only asynchronous loads are at their end, and no step.
+        """
         requests = self.view.scheduler.requests
         for grant in oracle.open_grants():
             state = self.view.batch.requests.get(grant.req)
             if grant.is_async:
-                if grant.req not in requests:
+                request = requests.get(grant.req)
+                if request is None:
                     grant.open = False  # the engine took another rank's report for the last one
+                elif grant.req in self._received and request.is_finished():
+                    grant.open = False  # it was aborted: the engine only frees its blocks
                 elif grant.req in self._received:  # a failure may be reported in any step before
                     self._take_up(oracle, grant, self._chain(grant.req))
             elif (
                 state is not None
+                and not waiting_only
                 and grant.req in self.ranks.leader.worker.scheduled
                 and grant.started_step <= self.trace.step  # late workers are a step behind
             ):

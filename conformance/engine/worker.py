@@ -484,6 +484,7 @@ class Worker:
         self.device.finish()
         ids: list[str] = []
         tokens: list[list[int]] = []
+        vectors: list[torch.Tensor | None] = []
         for row in self.rows:
             chain = row.state.chain
             state = row.state
@@ -505,8 +506,15 @@ class Worker:
             note(chain.ids[row.start : row.known], chain.plain[row.start : row.known])
             if not row.samples:
                 tokens.append([])
+                vectors.append(None)
                 continue
             token = state.script.token(chain, state.prompt_len, corrupt)
+            if state.is_pooling:
+                vectors.append(torch.tensor([token], dtype=torch.float64))
+                continue
             chain.append(token)
             tokens.append(chain.tokens[end - row.accepted :])
-        return runner_output(ids, tokens)
+        is_pooling = any(row.state.is_pooling for row in self.rows)
+        return runner_output(
+            ids, () if is_pooling else tokens, vectors=vectors if is_pooling else ()
+        )

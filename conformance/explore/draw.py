@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvconform.compat.installed import vllm_version
-from kvconform.contract.case import EVEN, LARGE, LOADERS
+from kvconform.contract.case import EVEN, LARGE, LOADERS, OF_GENERATION
 from kvconform.contract.requirement import version_key
 from kvconform.contract.situation import policies as known_policies
 from kvconform.explore.dice import Dice
@@ -196,6 +196,7 @@ ODD: tuple[Data, ...] = (
     {"role": "kv_producer"},
     {"graphs": True},
     {"cache_dtype": "fp8"},
+    {"pooling": True},
 )
 SMALL: tuple[Data, ...] = (
     {"block_size": 4, "budget": 64, "max_seqs": 8, "num_blocks": 9},
@@ -325,6 +326,8 @@ def one(
         longest = requests.longest
         if not simple and dice.one_in(6):
             _prioritise(dice, steps)
+        if extra.get("pooling"):
+            _generate_nothing(config, steps)
         if theme == "siblings" or extra.get("role") or extra.get("groups"):
             _promise_nothing(steps)
     if "state" in extra.get("groups", ()):
@@ -526,6 +529,14 @@ def _prioritise(dice: Dice, steps: list[Data]) -> None:
     for step in steps:
         if "add" in step and dice.one_in(2):
             step["add"]["priority"] = dice.pick([-1, 1, 2])
+
+
+def _generate_nothing(config: Data, steps: list[Data]) -> None:
+    """Remove what requests of a pooling model cannot have."""
+    config.pop("spec_tokens", None)
+    for step in steps:
+        for name in OF_GENERATION & step.get("add", {}).keys():
+            del step["add"][name]
 
 
 def _promise_nothing(steps: list[Data]) -> None:

@@ -30,6 +30,7 @@ NOTED = {
     "req.scheduled",
     "req.updated",
     "transfer.reported",
+    "transfer.withheld",
     "transfer.failed",
     "kv.computed",
     "sample",

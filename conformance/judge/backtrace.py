@@ -466,6 +466,7 @@ SHOWN = {
     "hold",
     "release",
     "transfer.reported",
+    "transfer.withheld",
     "transfer.failed",
     "cache.reset",
     "worker.late",

@@ -359,6 +359,10 @@ def _reported(e: Event) -> str:
     )
 
 
+def _withheld(e: Event) -> str:
+    return f"{_named(e)}; the scheduler half took that out of the step's reports"
+
+
 def _failed(e: Event) -> str:
     if e["req"] is not None and not e["blocks"]:
         loads = "a load in progress" if e["loading"] else "no load in progress"
@@ -799,6 +803,7 @@ _TEXT: dict[str, Callable[[Event], str]] = {
         " its prefix cache: blocks are held"
     ),
     "transfer.reported": _reported,
+    "transfer.withheld": _withheld,
     "transfer.failed": _failed,
     "meta.built": _built,
     "worker.reports": lambda e: (

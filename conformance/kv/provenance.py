@@ -25,7 +25,8 @@ class Memory:
     """Content ids that the engines of one run have computed.
 
     `ever`: all of them. `plain`: the plain ids of these. `since_reset`: those computed since the
-    last reset of the connector's store. `failed`: how many loads up to a content id have failed
+    last reset of the connector's store. `was_reset`: there was one, by this engine or the one that
+    a restart has replaced. `failed`: how many loads of the engine up to a content id have failed
     since it was last computed or loaded.
     """
 
@@ -33,7 +34,12 @@ class Memory:
         self.ever: set[int] = set()
         self.plain: set[int] = set()
         self.since_reset: set[int] = set()
+        self.was_reset = False
         self.failed: dict[int, int] = {}
+
+    def restarted(self) -> None:
+        """Forget what only the replaced engine knew: which loads had failed."""
+        self.failed.clear()
 
     def computed(self, ids: list[int], plain: list[int]) -> None:
         """Note content ids, and their plain ids, that now exist in an engine's cache."""
@@ -62,6 +68,7 @@ class Memory:
         `kept` are content ids that requests still hold in the engine's own cache.
         """
         self.since_reset = kept
+        self.was_reset = True
 
     def kept(self, ids: Iterable[int]) -> None:
         """Note content ids that the engine still has, and may save again."""
@@ -79,6 +86,7 @@ class PartMemory(Memory):
     def __init__(self, whole: Memory, parts: list[PartMemory]) -> None:
         self.ever, self.plain = whole.ever, whole.plain
         self.since_reset: set[int] = set()
+        self.was_reset = False
         self.failed = {}
         self.own: set[int] = set()
         self._parts = parts
@@ -113,6 +121,7 @@ class PartMemory(Memory):
         The other engines do not hear of it, and may save again what they have computed.
         """
         self.since_reset = kept.union(*(part.own for part in self._parts if part is not self))
+        self.was_reset = True
 
 
 _MASK = (1 << 64) - 1

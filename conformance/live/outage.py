@@ -31,6 +31,8 @@ LIMIT = 180.0
 """Seconds that the parent may take: a server that is restarted has to become ready."""
 POLL = 0.02
 """Seconds between two looks of the child for the parent's reply."""
+ANSWERS = 0.5
+"""Seconds in which a server that goes on answers what it owes, before the next fault strikes."""
 
 
 class Unanswered(Exception):
@@ -92,6 +94,7 @@ class Attendant:
         # The engine may reach the next fault while the server still stands still for this one.
         while self._later is not None:
             self._complete(wait=True)
+            time.sleep(ANSWERS)
         fault = Fault.model_validate_json(asked.read_text(encoding="utf-8"))
         self._served += 1
         before = len(self.problems)

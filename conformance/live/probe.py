@@ -164,6 +164,7 @@ class Recorder:
             ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             stages=parallel.pipeline_parallel_size,
             context_ranks=parallel.decode_context_parallel_size,
+            pooling=config.model_config.runner_type == "pooling",
             device=str(config.device_config.device_type),
         )
         self.trace.emit("run.start", **fields)

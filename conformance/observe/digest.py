@@ -132,12 +132,18 @@ def pickle_round_trip(value: Any) -> tuple[Any, str | None]:
 
 
 FILLED_IN = frozenset(
-    {"kv_connector_metadata", "kv_connector_block_state", "new_block_ids_to_zero"}
+    {
+        "kv_connector_metadata",
+        "kv_connector_block_state",
+        "new_block_ids_to_zero",
+        "has_sync_kv_loads",
+    }
 )
 """Fields of a SchedulerOutput that may change while metadata is built.
 
-They are the connector's own slot, the block state of the step, and the list of which a connector
-may take blocks (`build_connector_meta` in vllm/distributed/kv_transfer/kv_connector/v1/base.py).
+They are the connector's own slot, the block state of the step, the list of which a connector may
+take blocks (`build_connector_meta` in vllm/distributed/kv_transfer/kv_connector/v1/base.py), and
+the flag with which it may ask for start_load_kv before the forward pass.
 """
 
 

@@ -8,7 +8,6 @@ joins the reports of several ranks.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -24,7 +23,7 @@ from kvconform.kv.cache import Group
 from kvconform.kv.provenance import HandedOut
 from kvconform.observe.observer import Observer
 from kvconform.observe.probe import Probe
-from kvconform.observe.view import SchedulerView
+from kvconform.observe.view import SchedulerView, references
 
 
 class RankReports:
@@ -259,8 +258,7 @@ class Ledger:
         """
         if Probe.active is None or not Probe.active.depth:
             return
-        tables = self.view.tables().values()
-        owed = Counter(block for groups in tables for table in groups for block in table)
+        owed = references(self.view.tables())
         for block in blocks:
             held = block.ref_cnt - owed[block.block_id]
             self.trace.emit("block.freed", id=block.block_id, refs=block.ref_cnt, held=held)
@@ -424,7 +422,7 @@ class Ledger:
         computed = request.num_computed_tokens - count
         placeholders = request.num_output_placeholders
         if self.is_async and not is_chunk(request):
-            placeholders -= 1 + drafts
+            placeholders -= getattr(self.view.scheduler, "num_sampled_tokens_per_step", 1) + drafts
         table = tables.get(req, [[]])[0]
         self._current[req] = self.trace.emit(
             "req.scheduled",
@@ -503,14 +501,19 @@ class Ledger:
         finally:
             del manager.cache_blocks
 
-    def after_update(self, output: Any, step: int, corrupt: set[str]) -> None:
+    def after_update(
+        self, output: Any, step: int, corrupt: set[str], vectors: dict[str, Any] | None = None
+    ) -> None:
         """Emit sample, req.updated, req.state and releases of one update_from_output().
 
-        `corrupt`: requests that read wrong KV in that step.
+        `corrupt`: requests that read wrong KV in that step. `vectors`: what a pooling model
+        returned for requests.
         """
         scheduler = self.view.scheduler
         for req in output.num_scheduled_tokens:
             self._samples(req, clean=req not in corrupt)
+            if vectors:
+                self._pooled(req, vectors[req], clean=req not in corrupt)
             request = scheduler.requests.get(req)
             self._flying[req] = self._flying.get(req, [])[1:]
             if request is None:
@@ -548,6 +551,21 @@ class Ledger:
                 clean=clean,
                 prompt=request.num_prompt_tokens,
             )
+
+    def _pooled(self, req: str, vector: Any, *, clean: bool) -> None:
+        """Emit a pooling model's vector as the only token of a request's output, if it ends it."""
+        request = self._objects.get(req)
+        if vector is None or request is None or request.status != RequestStatus.FINISHED_STOPPED:
+            return
+        self.trace.emit(
+            "sample",
+            req=req,
+            generation=self.view.generation(req),
+            index=0,
+            token=int(vector[0]),
+            clean=clean,
+            prompt=request.num_prompt_tokens,
+        )
 
     def _releases(self) -> None:
         """Note the transfers that the engine no longer waits for."""

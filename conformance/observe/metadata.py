@@ -74,6 +74,7 @@ class MetadataObserver:
         output = call.arg(0, "scheduler_output")
         call.scratch["picture"] = scheduler_output_picture(output)
         call.scratch["zeroed"] = blocks_to_zero(output)
+        call.scratch["loads"] = has_sync_loads(output)
         state: Any = getattr(output, "kv_connector_block_state", None)
         offers = {} if state is None else getattr(state, "boundary_state_offloads", {})
         copied = {target for _, target in getattr(output, "kv_cache_block_copies", None) or ()}
@@ -106,7 +107,9 @@ class MetadataObserver:
         built = self._digest(metadata)
         self._built[id(metadata)] = built
         mutated = scheduler_output_picture(output) != call.scratch["picture"]
-        mutated = mutated or _zeroes_otherwise(output, call.scratch["zeroed"])
+        loads = call.scratch["loads"]
+        mutated = mutated or _zeroes_otherwise(output, call.scratch["zeroed"], loads)
+        mutated = mutated or (loads and not has_sync_loads(output))
         if call.result_event is not None:
             self.trace.amend(call.result_event, mutated_args=mutated)
         reason = None if metadata is None else pickle_round_trip(metadata)[1]
@@ -146,13 +149,14 @@ class MetadataObserver:
         self.trace.emit("meta.cleared")
 
 
-def _zeroes_otherwise(output: Any, before: list[int]) -> bool:
+def _zeroes_otherwise(output: Any, before: list[int], loads: bool) -> bool:
     """Return whether other blocks are to be zeroed than the engine decided, against the rule.
 
-    Only who loads synchronously may take out blocks that it overwrites.
+    Only who loads synchronously may take out blocks that it overwrites. `loads`: whether the engine
+    granted such a load.
     """
     after = blocks_to_zero(output)
-    return after != before and not (has_sync_loads(output) and set(after) <= set(before))
+    return after != before and not (loads and set(after) <= set(before))
 
 
 def _keeps_block_state(metadata: Any, output: Any) -> bool:

@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvconform.compat.local_hits import LocalHits
+from kvconform.contract.events import ENGINE_FIELD
 from kvconform.contract.trace import Event, Trace
 from kvconform.kv.oracle import Grant, Loads
 from kvconform.kv.provenance import ROOT, Memory, extend
 from kvconform.observe.call import Call
 from kvconform.observe.metadata import MetadataObserver
 from kvconform.observe.probe import Probe
-from kvconform.observe.view import SchedulerView
+from kvconform.observe.view import SchedulerView, references
 
+BY_SCHEDULER = -1
+"""In place of a rank: the scheduler half has reported a transfer."""
 Incarnation = tuple[str, int]
 """A request id, and how many earlier requests had the same id."""
 
@@ -87,13 +90,13 @@ class Observer:
         self._reported: dict[str, set[str]] = {}  # directions, since the engine began to wait
         self._both: set[str] = set()  # load and send awaited at once, or when one was reported
         self._tails: set[Incarnation] = set()  # kept by register_finished_partial_tail
-        self._reset_seen = False
         self.reset_after = -1
         """The last step that was scheduled before the last reset of the connector's cache."""
         self._losses = 0  # failed loads, and resets of the connector's cache
         self._admissions: Counter[Incarnation] = Counter()
         self.local_hits: LocalHits | None = None
         """What vLLM took from its own cache; None: what connectors were asked behind."""
+        memory.restarted()  # if the engine replaces another one
         self._listen(probe)
 
     def _listen(self, probe: Probe) -> None:
@@ -107,6 +110,7 @@ class Observer:
         probe.on("get_transfer_results", after=self._results)
         probe.on("get_block_ids_with_load_errors", after=self._errors)
         self.metadata.watch_worker(probe)
+        probe.on("update_connector_output", before=self._reports_come, after=self._reports_go_on)
         probe.on("reset_cache", before=self._resetting, after=self._reset)
         for hook in ("get_num_new_matched_tokens", "update_state_after_alloc"):
             probe.on(hook, after=self._interrupted)
@@ -161,7 +165,7 @@ class Observer:
             ever_computed=prefix.ever,
             ever_plain=prefix.any_identity,
             computed_before_reset=self._stale(prefix, local, end),
-            after_reset=self._reset_seen,
+            after_reset=self.memory.was_reset,
             computed=request.num_computed_tokens,
             starved=is_async and end > local and self._starved(request, int(end)),
             unused=min(self._unused.get(key, 0), request.num_tokens - 1),
@@ -196,7 +200,7 @@ class Observer:
 
     def _stale(self, prefix: Prefix, local: int, end: int) -> int:
         """Return how many of the claimed tokens were only computed before a reset of the cache."""
-        if not self._reset_seen or end <= local:
+        if not self.memory.was_reset or end <= local:
             return 0
         return max(0, min(end, prefix.ever) - max(prefix.since_reset, local))
 
@@ -260,7 +264,7 @@ class Observer:
         if lookup is not None and self.shares_store:
             # This engine may have copies of its own, which another one's reset does not reach.
             self._kept(request, local + external)
-        elif lookup is not None and self._reset_seen:
+        elif lookup is not None and self.memory.was_reset:
             self._kept(request, local)
         self.trace.emit(
             "alloc",
@@ -386,6 +390,15 @@ class Observer:
             generation=incarnation[1],
             renewed=self._losses + self._admissions[incarnation],
             slots=slots,
+            kept=entry["op"] == "save" and slots is None and self._holds_blocks(),
+        )
+
+    def _holds_blocks(self) -> bool:
+        """Return whether blocks have more references than the requests' tables account for."""
+        owed = references(self.view.tables())
+        pool = self.view.scheduler.kv_cache_manager.block_pool
+        return any(
+            block.ref_cnt > owed[block.block_id] for block in pool.blocks if not block.is_null
         )
 
     # -- holds
@@ -484,7 +497,43 @@ class Observer:
         self._loads.failed_reqs = {req for req in failed if self._open_async(req)}
         self.received = list(received)
 
-    def _report(self, req: str, direction: str, grant: Grant | None) -> None:
+    def _reports_come(self, call: Call) -> None:
+        call.scratch["ends"] = _ends(call.arg(0, "connector_output"))
+
+    def _reports_go_on(self, call: Call) -> None:
+        """Note the ends of transfers that the scheduler half adds to a step's reports, or keeps.
+
+        The engine reads them only after the hook.
+        """
+        before, after = call.scratch["ends"], _ends(call.arg(0, "connector_output"))
+        for req in sorted(after["send"] - before["send"]):
+            self._report(req, "send", None, BY_SCHEDULER)
+        for req in sorted(received_late(call)):
+            grant = self._open_async(req) or self._last_async(req)
+            self._report(req, "recv", grant, BY_SCHEDULER)
+        for direction in before:
+            for req in sorted(before[direction] - after[direction]):
+                self._keep_back(req, direction)
+
+    def _keep_back(self, req: str, direction: str) -> None:
+        """Turn the latest report of each rank into one that the engine never got."""
+        self._reported.get(req, set()).discard(direction)
+        on = getattr(self.trace, ENGINE_FIELD, None)
+        this = on, req, self.view.generation(req), direction
+        reports = (
+            e
+            for e in self.trace.events
+            if e["kind"] == "transfer.reported" and e["rank"] != BY_SCHEDULER
+        )
+        latest = {
+            e["rank"]: e
+            for e in reports
+            if (e.get(ENGINE_FIELD), e["req"], e["generation"], e["direction"]) == this
+        }
+        for event in latest.values():
+            self.trace.amend(event, kind="transfer.withheld")
+
+    def _report(self, req: str, direction: str, grant: Grant | None, rank: int = 0) -> None:
         seen = self._reported.setdefault(req, set())
         if direction == "recv" and grant and grant.key not in self._failed_loads:
             self._unused[grant.key] = grant.end
@@ -493,7 +542,7 @@ class Observer:
             req=req,
             generation=self.view.generation(req),
             transfer=grant.transfer if grant else None,
-            rank=0,
+            rank=rank,
             direction=direction,
             held=direction in self.held.get(req, set()),
             second=req in self._both and bool(seen - {direction}),
@@ -580,7 +629,6 @@ class Observer:
         if call.result is not False:
             self.memory.reset(self.view.held_contents())
             self._keep_loading()
-            self._reset_seen = True
             self.reset_after = self.trace.step
             self._lost()
 
@@ -641,6 +689,20 @@ def starved(scheduler: Any, request: Any, end: int, block_size: int) -> bool:
     others = sum(remaining(other) for other in inflight if other is not request) + verifying
     spare = manager.block_pool.get_num_free_blocks() - others - -(-end // block_size)
     return bool(0 <= spare < remaining(request))
+
+
+def received_late(call: Call) -> set[str]:
+    """Return the loads whose end the scheduler half added in this update_connector_output."""
+    ends: dict[str, set[str]] = call.scratch["ends"]
+    return _ends(call.arg(0, "connector_output"))["recv"] - ends["recv"]
+
+
+def _ends(output: Any) -> dict[str, set[str]]:
+    """Return the ids of a step's reports by direction; `output` is its KVConnectorOutput."""
+    return {
+        "send": set(output.finished_sending or ()),
+        "recv": set(output.finished_recving or ()),
+    }
 
 
 def emit_layer(

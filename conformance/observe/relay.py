@@ -14,6 +14,8 @@ from kvconform.observe.call import Call
 from kvconform.observe.probe import Probe
 
 TRANSFERS = ("finished_sending", "finished_recving", "failed_recving")
+OTHERS = ("invalid_block_ids", "kv_connector_worker_meta")
+"""What else a worker half returns that an update passes on."""
 
 
 class Relay:
@@ -27,7 +29,7 @@ class Relay:
         self._pickled = pickled
         self._built: Any = None  # the metadata that was built last
         self._given: dict[int, dict[str, Any]] = {}  # step -> field of KVConnectorOutput -> value
-        self._passed: Any = None  # the argument of update_connector_output in the update under way
+        self._passed: dict[str, Any] = {}  # the reports of the update under way, by field
         probe.on("build_connector_meta", after=self._was_built)
         for hook in ("handle_preemptions", "bind_connector_metadata"):
             probe.on(hook, before=self._arrives)
@@ -61,22 +63,24 @@ class Relay:
             self._note(kv_connector_worker_meta=call.result)
 
     def _update(self, call: Call) -> None:
-        self._passed = call.arg(0, "connector_output")
+        # The scheduler half may put other sets in their place.
+        output = call.arg(0, "connector_output")
+        self._passed = {name: getattr(output, name, None) for name in (*TRANSFERS, *OTHERS)}
 
     def landed(self, step: int) -> None:
         """Compare what the worker half reported in a step with what its update passed on."""
-        passed, self._passed = self._passed, None
+        passed, self._passed = self._passed, {}
         given = self._given.pop(step, {})
         lost = [name for name, value in given.items() if not self._has(passed, name, value)]
         if lost:
             self.trace.emit("relay.broken", way="reports", what=sorted(lost))
 
-    def _has(self, passed: Any, name: str, value: Any) -> bool:
+    def _has(self, passed: dict[str, Any], name: str, value: Any) -> bool:
         """Return whether `value`, or all of its ids, are what the scheduler half got.
 
         The connector may have changed the set since; then the same object counts (report.stays).
         """
-        arrived = getattr(passed, name, None)
+        arrived = passed.get(name)
         if arrived is value or getattr(arrived, "reported", None) is value:
             return True
         if name == "kv_connector_worker_meta" and self._pickled:

@@ -393,7 +393,11 @@ SHARED = {
     "request_finished_all_groups": 1,
 }
 """Index of the argument that is read after the hook, which must not change it, by hook."""
-REPORTS = ("finished_sending", "finished_recving", "failed_recving", "invalid_block_ids")
+READ_BEFORE = ("failed_recving", "invalid_block_ids")
+"""Reports of a step that the engine has read when it calls update_connector_output."""
+ENDS = {"send": "finished_sending", "recv": "finished_recving"}
+"""Those that it reads afterwards, by direction: the connector may change them."""
+REPORTS = (*ENDS.values(), *READ_BEFORE)
 
 
 class Watch:
@@ -446,17 +450,38 @@ class Watch:
 
     def _before(self, call: Call) -> None:
         call.scratch["argument"] = _picture(call)
+        if call.hook == "update_connector_output":
+            call.scratch["reports"] = _ends(call)
 
     def _after(self, call: Call) -> None:
-        if call.result_event is not None and call.error is None:
-            mutated = _picture(call) != call.scratch["argument"]
-            self.trace.amend(call.result_event, mutated_args=mutated)
+        if call.result_event is None or call.error is not None:
+            return
+        mutated = _picture(call) != call.scratch["argument"]
+        if call.hook == "update_connector_output":
+            dropped = call.scratch["reports"] - _ends(call)
+            mutated = mutated or not dropped <= self._own_reports()
+        self.trace.amend(call.result_event, mutated_args=mutated)
+
+    def _own_reports(self) -> set[tuple[str, str]]:
+        """Return what this connector, and no sibling of it, has reported: (direction, id)."""
+        kinds = ("transfer.reported", "transfer.withheld")
+        return {(e["direction"], e["req"]) for e in self.trace.events if e["kind"] in kinds}
 
 
 def _picture(call: Call) -> str:
+    """Return the argument that the hook must not change, as text.
+
+    Of a step's reports that is what the engine has read before the hook.
+    """
     value: Any = call.arg(SHARED[call.hook], ARGUMENTS[call.hook])
     if call.hook == "update_connector_output":
-        value = [sorted(getattr(value, name, None) or ()) for name in REPORTS]
+        value = [sorted(getattr(value, name, None) or ()) for name in READ_BEFORE]
         if not any(value):  # as in most steps
             return ""
     return repr(canonical(value))
+
+
+def _ends(call: Call) -> set[tuple[str, str]]:
+    """Return (direction, request id) of the transfers that a step's reports end."""
+    output = call.arg(0, "connector_output")
+    return {(way, req) for way, name in ENDS.items() for req in getattr(output, name) or ()}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -48,6 +49,11 @@ class SchedulerView(Protocol):
 
     def in_flight(self) -> list[int]:
         """Return the `id()` of each SchedulerOutput that was scheduled and has not landed."""
+
+
+def references(tables: dict[str, list[list[int]]]) -> Counter[int]:
+    """Return how often block tables name each block; `tables` as in SchedulerView."""
+    return Counter(block for groups in tables.values() for table in groups for block in table)
 
 
 def block_tables(scheduler: Any) -> dict[str, list[list[int]]]:

@@ -444,6 +444,10 @@ def _reported(e: Event) -> tuple[str, str]:
     return "transfer", f"{e['req']} {e['direction']} finished{unexpected}"
 
 
+def _withheld(e: Event) -> tuple[str, str]:
+    return "transfer", f"{e['req']} {e['direction']} finished, kept back by the scheduler half"
+
+
 def _controlled(e: Event) -> tuple[str, str]:
     to = "" if e["to"] is None else f" to the {e['to']} level"
     return "control", f"{e['do']} {e['of']}{to}: {e['before']} tokens before, {e['after']} after"
@@ -511,6 +515,7 @@ _SPECIAL: dict[str, Callable[[Event], tuple[str, str] | None]] = {
     "clock.advanced": _clock,
     "store.damaged": _damaged,
     "transfer.reported": _reported,
+    "transfer.withheld": _withheld,
     "plan": _plan,
     "control.done": _controlled,
     "pair.lookup": _of_pair,

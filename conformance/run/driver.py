@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
 
 from kvconform.compat.step import AnyText, build_request
+from kvconform.compat.vllm_api import RequestStatus
 from kvconform.config.router import Checked
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import tolerance
@@ -247,7 +248,7 @@ class Driver:
         prompt = add.prompt
         state = self.state
         if isinstance(prompt, SamePrompt):
-            return list(state.prompts[prompt.same])
+            return [token + prompt.above for token in state.prompts[prompt.same]]
         if isinstance(prompt, OfPrompt):
             known = list(state.prompts[prompt.of])
             if prompt.outputs:
@@ -323,7 +324,10 @@ class Driver:
         identity = Identity.of(add.salt, lora, items, embeds, self._other_model())
         state.identities[add.req] = identity
         state.infos[req_id] = Info(
-            add.req, generation, identity, Script(list(add.drafts or []), add.stop_at)
+            add.req,
+            generation,
+            identity,
+            Script(list(add.drafts or []), add.stop_at, add.repeats_at),
         )
         if any((known := add.identity).values()):
             self.trace.emit("request.identity", req=req_id, generation=generation, **known)
@@ -337,6 +341,7 @@ class Driver:
             max_tokens=add.max_tokens,
             block_size=self.engine.variant.hash_size,
             stop=add.stop_at is not None,
+            repeats=add.repeats_at is not None,
             salt=add.salt,
             lora=lora,
             items=items,
@@ -346,6 +351,7 @@ class Driver:
             skip_reading_prefix_cache=add.skip_reading_prefix_cache,
             structured=add.structured,
             session=add.session,
+            pooling=self.running.case.config.pooling,
             arrival=float(len(state.adds)),
         )
         state.requests[add.req] = Snapshot(request)
@@ -395,7 +401,7 @@ class Driver:
                 self.engine.land()
 
     def _run_step(self, run: RunArgument) -> None:
-        self.run_dry(run.max, until=run.until)
+        self.run_dry(run.max, until=run.until, loaded=run.loaded)
 
     @property
     def all_engines(self) -> Sequence[Engine]:
@@ -410,17 +416,28 @@ class Driver:
         """
         return {"": self.engine} if hasattr(self, "engine") else {}
 
-    def run_dry(self, limit: int | None = None, until: str | None = None) -> None:
-        """Iterate until nothing is left to do, request `until` has finished, or `limit` is reached.
+    def run_dry(
+        self, limit: int | None = None, until: str | None = None, loaded: str | None = None
+    ) -> None:
+        """Iterate until nothing is left to do, or `limit` is reached.
 
-        `limit` and Stalled are as for `_iterate_until`.
+        Also until request `until` has finished, or `loaded` has loaded. `limit` and Stalled are as
+        for `_iterate_until`.
         """
 
         def over() -> bool:
             ended = until is not None and self._ended(self.state.ids[until])
+            ended = ended or (loaded is not None and self._loaded(self.state.ids[loaded]))
             return ended or not any(engine.busy for engine in self.all_engines)
 
         self._iterate_until(over, limit)
+
+    def _loaded(self, req_id: str) -> bool:
+        """Return whether an engine knows that a request's load is over, or runs the request."""
+        schedulers = [engine.scheduler for engine in self.all_engines]
+        known = any(req_id in each.finished_recving_kv_req_ids for each in schedulers)
+        request = self.engine.scheduler.requests.get(req_id)
+        return known or (request is not None and request.status == RequestStatus.RUNNING)
 
     def _ended(self, req_id: str) -> bool:
         """Return whether no engine has the request, or it has finished."""

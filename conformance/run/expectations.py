@@ -29,6 +29,7 @@ _FINISH = {
     "stop": "FINISHED_STOPPED",
     "abort": "FINISHED_ABORTED",
     "error": "FINISHED_ERROR",
+    "repetition": "FINISHED_REPETITION",
 }
 
 
@@ -178,6 +179,8 @@ class Expectations:
         return None
 
     def _output(self, name: str) -> list[int]:
+        if self.state.variant.case.config.pooling:
+            return [e["token"] for e in self._of("sample", name)]
         snapshot = self.state.requests[name]
         return list(snapshot.all_token_ids[snapshot.num_prompt_tokens :])
 
@@ -412,6 +415,7 @@ class Reloads:
             layout=config.layout,
             prefix_match_unit=config.prefix_match_unit,
             context_parallel=config.context_parallel,
+            pooling=config.pooling,
             found=found,
         )
         promised = promise()

@@ -124,8 +124,8 @@ class Plain:
     prefix cache. `room` is the number of blocks, as a multiple of those needed. `layout` is the
     only order of a KV tensor's axes that the attention supports. `prefix_match_unit` is the number
     of tokens per block hash, if smaller than a block. The tokens of a block are split over
-    `context_parallel` ranks. With `restart`, the engine is restarted in between, in this process or
-    another one.
+    `context_parallel` ranks. The model is a `pooling` model, or generates. With `restart`, the
+    engine is restarted in between, in this process or another one.
     """
 
     prompt: int
@@ -140,6 +140,7 @@ class Plain:
     layout: Layout | None = None
     prefix_match_unit: int | None = None
     context_parallel: int = 1
+    pooling: bool = False
     restart: Literal["engine", "process"] | None = None
 
 
@@ -190,6 +191,7 @@ def plain_case(plain: Plain, block_size: int) -> Case:
         "prefix_caching": plain.caching,
         "layout": plain.layout,
         "prefix_match_unit": plain.prefix_match_unit,
+        "pooling": plain.pooling,
     }
     if plain.context_parallel > 1:
         degree = plain.context_parallel
@@ -255,6 +257,7 @@ class Promises:
         layout: Layout | None = None,
         prefix_match_unit: int | None = None,
         context_parallel: int = 1,
+        pooling: bool = False,
         found: int = 0,
     ) -> int:
         """Return how many tokens of `request` must be loadable or local.
@@ -262,9 +265,9 @@ class Promises:
         `source` has computed `final` positions of this content, from the prompt `prompt`.
         `identities` are those of `source` and `request`, which have nothing in common from where
         these differ; None: they are equal. `groups`, `window`, `caching`, `room`, `layout`,
-        `prefix_match_unit` and `context_parallel` are as in `Plain`: a connector may behave
-        differently with several groups, in a layout or where ranks split blocks, need a prefix
-        cache, or save only what is about to be evicted.
+        `prefix_match_unit`, `context_parallel` and `pooling` are as in `Plain`: a connector may
+        behave differently with several groups, in a layout or where ranks split blocks, need a
+        prefix cache, or save only what is about to be evicted.
         `found`: tokens that came back. If they are all that could be promised, no plain run is
         made: all whole blocks, of a connector that stores nothing else.
         """
@@ -305,7 +308,7 @@ class Promises:
         shared = common if limit >= min(common, len(wanted) - 1) else limit
         plain = Plain(
             len(prompt),
-            len(known) - len(prompt),
+            max(1, len(known) - len(prompt)),
             shared,
             len(wanted),
             crowd,
@@ -316,6 +319,7 @@ class Promises:
             layout,
             prefix_match_unit,
             context_parallel,
+            pooling,
         )
         if limit <= 0:
             return 0

@@ -143,6 +143,7 @@ def run_variant(
         stages=variant.case.stages,
         context_ranks=max(variant.case.context_degrees),
         drafter=settings.drafter,
+        pooling=settings.pooling,
         device=kind,
         slow=slow,
     )

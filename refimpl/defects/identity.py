@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from kvconform.refimpl.connector import Finish, ReferenceConnector
 from kvconform.refimpl.keys import chunk_extras, digest, extend_keys, request_key
-from kvconform.refimpl.plan import Piece
+from kvconform.refimpl.plan import Piece, Save
 from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
@@ -305,3 +305,66 @@ class UnseenProcessHash(ProcessHash):
 
     def kvconform_inspector(self) -> Any:
         return None
+
+
+class SixteenBits(_PartialIdentity):
+    """Packs token ids into 16 bits, which hold fewer than a vocabulary has."""
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        return {"all_token_ids": [token & 0xFFFF for token in request.all_token_ids]}
+
+
+class FirstImageOnly(_PartialIdentity):
+    """Puts the first image of a chunk into its key, and no other one that begins there."""
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        firsts: dict[int, Any] = {}
+        for feature in request.mm_features:
+            firsts.setdefault(feature.mm_position.offset // self.options.chunk_tokens, feature)
+        return {"mm_features": list(firsts.values())}
+
+
+class _KeysOfSaves(ReferenceConnector):
+    """Builds the keys of some saves, those that `_is_bare` names, from token ids alone."""
+
+    _makes_bare_keys = False
+
+    def _is_bare(self, request: Request) -> bool:
+        raise NotImplementedError
+
+    def _plan_save(self, tracked: Tracked, end: int, scheduled: int, final: bool = False) -> Save:
+        if not self._is_bare(tracked.request):
+            return super()._plan_save(tracked, end, scheduled, final)
+        whole, tracked.keys = tracked.keys, []
+        self._makes_bare_keys = True
+        try:
+            return super()._plan_save(tracked, end, scheduled, final)
+        finally:
+            self._makes_bare_keys = False
+            tracked.keys = whole
+
+    def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
+        if not self._makes_bare_keys:
+            return super()._keys(request, keys, end)
+        bare: Any = SimpleNamespace(
+            all_token_ids=request.all_token_ids,
+            cache_salt=None,
+            lora_request=None,
+            mm_features=(),
+            prompt_embeds=None,
+        )
+        return extend_keys(keys, self._root, bare, self.options.chunk_tokens, end)
+
+
+class ForgetsWhoResumes(_KeysOfSaves):
+    """Knows the identity of new requests only: the output lists a resumed one without it."""
+
+    def _is_bare(self, request: Request) -> bool:
+        return request.num_preemptions > 0
+
+
+class ForgetsImagesLater(_KeysOfSaves):
+    """Knows the images of new requests only: the output lists a later chunk without them."""
+
+    def _is_bare(self, request: Request) -> bool:
+        return bool(request.mm_features) and request.num_computed_tokens > 0

@@ -7,6 +7,9 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.request import RequestStatus
+
+from kvconform.compat.vllm_api import FINISHED_ERROR
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.paging import write_slots
 from kvconform.refimpl.plan import Load, Save
@@ -297,3 +300,38 @@ class FreesWhatRuns(ReferenceConnector):
         super().update_connector_output(connector_output)
         self._pool.free_blocks(self._pool.blocks[block] for block in self._passed)
         self._passed = []
+
+
+_resets: dict[str, int] = {}
+
+
+class ResetsInMemory(ReferenceConnector):
+    """Counts the resets of its store in memory, and leaves what was stored before where it is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._store.__dict__.update(epoch=self._number, reset=self._next)
+
+    def _number(self) -> int:
+        return _resets.get(str(self.options.store), 0)
+
+    def _next(self) -> bool:
+        _resets[str(self.options.store)] = self._number() + 1
+        return True
+
+
+REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_IGNORED: "length",
+    FINISHED_ERROR: "error",
+}
+
+
+class KnowsFiveReasons(ReferenceConnector):
+    """Looks the end of a request up in a table that lacks one of vLLM's reasons."""
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
+        self.__dict__.setdefault("reasons", []).append(REASONS[request.status])
+        return super().request_finished(request, block_ids)

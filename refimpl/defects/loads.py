@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from typing import Any
 
@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.delay import Countdown
 from kvconform.refimpl.paging import write_slots
-from kvconform.refimpl.plan import Load, Piece, Save
+from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save
 from kvconform.refimpl.tracking import Tracked
 
 
@@ -281,3 +281,73 @@ class FailsBeforeAllHaveStopped(ReferenceConnector):
         for load in self._still_writing.poll():
             super()._load(load, self._layers)
         return super().get_finished(finished_req_ids)
+
+
+class CancelsWhatHasEnded(ReferenceConnector):
+    """Cancels the load of an aborted request until it is admitted again, also one that has ended.
+
+    The worker half reports the end of whatever it cancels.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._cancelled: set[str] = set()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._repaired |= connector_output.invalid_block_ids  # what it awaits, it awaits still
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, external: int) -> None:
+        if external == 0:
+            self._loading.discard(request.request_id)
+        super().update_state_after_alloc(request, blocks, external)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Any:
+        if request.request_id in self._loading:
+            self._cancelled.add(request.request_id)
+            self._loading.discard(request.request_id)
+            self._tracked.pop(request.request_id, None)
+            return False, None
+        return super().request_finished(request, block_ids)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        cancelled, self._cancelled = self._cancelled, set()
+        return _Cancelling(**vars(metadata), cancelled=frozenset(cancelled))
+
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        sent, received = super().get_finished(finished_req_ids)
+        metadata: Any = self._metadata()
+        for load in self._load_queue.take(lambda load: load.req in metadata.cancelled):
+            self._load(load, self._layers)
+        return sent, {*(received or ()), *metadata.cancelled} or None
+
+
+@dataclass(frozen=True)
+class _Cancelling(ReferenceMetadata):
+    """The plan of a step, and the requests whose loads it cancels."""
+
+    cancelled: frozenset[str] = frozenset()
+
+
+class SharesFetches(ReferenceConnector):
+    """Lets loads of the same content wait for the first; when that one is aborted, all are gone."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        aborted = frozenset(scheduler_output.finished_req_ids) & self._loading
+        return _Cancelling(**vars(metadata), cancelled=aborted)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        metadata: Any = self._metadata()
+        waiting = self._load_queue.take()
+        for load in waiting:
+            self._load_queue.add(load, self.options.load_delay)
+        firsts: dict[str, str] = {}
+        for load in waiting:
+            firsts.setdefault(load.pieces[0].key if load.pieces else load.req, load.req)
+        self._load_queue.drop(
+            lambda load: (
+                bool(load.pieces) and firsts[load.pieces[0].key] in metadata.cancelled - {load.req}
+            )
+        )

@@ -89,6 +89,15 @@ class AdvancesOnLookup(ReferenceConnector):
         return super()._plan_save(tracked, end, scheduled, final)
 
 
+class ExpectsSamplingParameters(ReferenceConnector):
+    """Reads an option of its own from the sampling parameters, which may be None (B160)."""
+
+    def _stored_prefix(self, request: Request) -> int:
+        if (request.sampling_params.extra_args or {}).get("kvconform_skip_lookup"):  # type: ignore[union-attr]
+            return 0
+        return super()._stored_prefix(request)
+
+
 class ExpectsAllocation(ReferenceConnector):
     """Assumes that an allocation follows in the same step if a lookup found something (B015)."""
 

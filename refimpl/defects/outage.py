@@ -9,11 +9,13 @@ from typing import Any
 
 from kvconform.refimpl.cache.chunks import ChunkStore
 from kvconform.refimpl.cache.http import HttpBackend
-from kvconform.refimpl.cache.patience import PATIENCE, Patient
+from kvconform.refimpl.cache.patience import Patient
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.paging import write_slots
 from kvconform.refimpl.plan import Load
 
+HASTE = 0.1
+"""Seconds that are over for all loads of a step long before a server goes on."""
 LONG = 60.0
 """Seconds."""
 
@@ -61,7 +63,7 @@ class WritesLate(ReferenceConnector):
     def _load(self, load: Load, layers: Iterable[str]) -> None:
         names, done = list(layers), threading.Event()
         threading.Thread(target=self._fetch, args=(load, names, done), daemon=True).start()
-        if not done.wait(PATIENCE):
+        if not done.wait(HASTE):
             for piece in load.pieces:
                 self._invalid |= piece.blocks(self._block_size)
                 self._bad |= piece.blocks(self._block_size)

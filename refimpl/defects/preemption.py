@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.plan import Load
@@ -137,3 +137,17 @@ class LoadsOverLocal(ReferenceConnector):
         if tracked.request.num_preemptions:
             granted = self._grant_end(tracked.request, granted) or granted
         return super()._plan_load(tracked, granted, is_async)
+
+
+class RemembersItsLoads(ReferenceConnector):
+    """Claims for a resumed request what it has loaded for it before, without another look."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._found: dict[str, int] = {}
+
+    def _stored_prefix(self, request: Request) -> int:
+        known = self._found.get(request.request_id, 0) if request.num_preemptions else 0
+        found = max(known, super()._stored_prefix(request))
+        self._found[request.request_id] = found
+        return found

@@ -436,3 +436,33 @@ class MatchesTheEnds(Peer):
     def _copy(self, pull: Pull, offer: Offer) -> None:
         blocks = offer.blocks[-len(pull.blocks) :] if pull.blocks else []
         super()._copy(dataclasses.replace(pull, first=0), dataclasses.replace(offer, blocks=blocks))
+
+
+class OneConnection(Peer):
+    """Keeps the connection to its first producer, and uses it for every other one."""
+
+    _first: str | None = None
+
+    def _board(self, engine: str) -> Board | None:
+        if engine in self.boards and self._first not in self.boards:
+            self._first = engine
+        return super()._board(self._first or engine)
+
+
+class ReadsTheFirstRank(Peer):
+    """Reads from the first rank of a producer with more ranks than it has itself."""
+
+    def _reads(self, board: Board) -> bool:
+        return board.ranks > self.board.ranks or super()._reads(board)
+
+    def _copy(self, pull: Pull, offer: Offer) -> None:
+        board = self._board(pull.engine)
+        if board is None or board.ranks <= self.board.ranks:
+            super()._copy(pull, offer)
+            return
+        for name, pages in self.board.pages.items():
+            theirs = board.pages[name]
+            shared = tuple(slice(0, size) for size in theirs.shape[1:])
+            for block, source in zip(pull.blocks, offer.blocks[pull.first :], strict=False):
+                pages[(block, *shared)] = theirs[source]
+        board.done.append(pull.key)

@@ -137,6 +137,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pusher": (f"{HERE}.pusher:Pusher", {}),
     "hybrid-peer": (f"{HERE}.hybrid_peer:HybridPeer", {}),
     "zeros": (f"{HERE}.zeros:Zeros", {}),
+    "reports-by-scheduler": (
+        f"{HERE}.reporting:ReportsByScheduler",
+        {"load": "async", "async_saves": True},
+    ),
+    "keeps-reports-back": (
+        f"{HERE}.reporting:KeepsReportsBack",
+        {"load": "async", "async_saves": True},
+    ),
 }
 """Name -> connector and extra configuration, without `store`."""
 

@@ -38,6 +38,7 @@ START = dict(
     stages=1,
     context_ranks=1,
     drafter=False,
+    pooling=False,
     device="cpu",
     slow=None,
 )
