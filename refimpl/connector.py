@@ -323,7 +323,7 @@ class ReferenceConnector(SuiteHooks, Telemetry, Copying):
         The last token was sampled but never computed, and the computed tokens may count drafts.
         With a pooling model nothing is sampled: all tokens are computed.
         """
-        if request.num_output_tokens == 0:
+        if request.pooling_params is not None:
             return self._worth_saving(request, request.num_computed_tokens)
         return self._worth_saving(request, min(request.num_computed_tokens, request.num_tokens - 1))
 

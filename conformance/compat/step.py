@@ -263,6 +263,8 @@ class AnyText(StructuredOutputGrammar):
 
 STOP_TOKEN = 1
 REPEATED_TOKEN = 2
+SENTINEL = 3
+"""Stands for an embedding in a prompt that has token ids, too."""
 _WANTS_EOS = "eos_token_id" in inspect.signature(Request.__init__).parameters
 LATER_REQUEST_FIELDS: dict[str, Any] = {
     "is_prefill_chunk": False,
@@ -306,10 +308,13 @@ def prompt_embeddings(content: str, length: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32).view(length, EMBEDDING_WIDTH)
 
 
-def joined_embeddings(parts: Sequence[tuple[str, int, int]]) -> torch.Tensor:
-    """Return the embeddings of a prompt of (content, first row, end), part by part."""
+def joined_embeddings(parts: Sequence[tuple[str, int, int]], length: int) -> torch.Tensor:
+    """Return the embeddings of a prompt of `length` tokens; zeros for those that have token ids.
+
+    `parts`: (content, first row, end).
+    """
     rows = [prompt_embeddings(content, end)[start:] for content, start, end in parts]
-    return torch.cat(rows)
+    return torch.cat([*rows, torch.zeros(length - parts[-1][2], EMBEDDING_WIDTH)])
 
 
 def build_request(
@@ -335,8 +340,8 @@ def build_request(
     """Return vLLM's own Request, as the engine core would make it.
 
     `repeats`: ends if it samples a token twice in a row. `structured`: with a grammar that is still
-    being compiled. `embeds`: the prompt is given as embeddings, these (content, first row, end),
-    and `tokens` only has its length. `session`: it can be continued. `pooling`: it is a pooling
+    being compiled. `embeds`: the prompt begins with embeddings, these (content, first row, end), in
+    place of which `tokens` has zeros. `session`: it can be continued. `pooling`: it is a pooling
     model's, without sampling parameters.
     """
     sampling = SamplingParams(
@@ -361,10 +366,15 @@ def build_request(
         )
         for item in items
     ]
+    # As the front end hands prompts over: those of both kinds have a token id that nobody reads.
+    rows = embeds[-1][2] if embeds else 0
+    is_mixed = 0 < rows < len(tokens)
+    ids = [SENTINEL] * rows + tokens[rows:] if is_mixed else list(tokens)
     request = Request(
         request_id=req_id,
-        prompt_token_ids=None if embeds else list(tokens),
-        prompt_embeds=joined_embeddings(embeds) if embeds else None,
+        prompt_token_ids=None if rows == len(tokens) else ids,
+        prompt_embeds=joined_embeddings(embeds, len(tokens)) if embeds else None,
+        **({"prompt_is_token_ids": [n >= rows for n in range(len(ids))]} if is_mixed else {}),
         sampling_params=None if pooling else sampling,
         pooling_params=PoolingParams(task="embed") if pooling else None,
         arrival_time=arrival,

@@ -142,12 +142,14 @@ class MultiModal(Model):
 class Embeds(Model):
     """A prompt given as embeddings, without token ids.
 
-    Row n is that of content `of`, or from row `until` on that of content `then`.
+    Row n is that of content `of`, or from row `until` on that of content `then`. With `rows`, only
+    the first of them are given as embeddings; the others are token ids, as in a chat.
     """
 
     of: str
     until: PositiveInt | None = None
     then: str | None = None
+    rows: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _both(self) -> Embeds:
@@ -157,6 +159,7 @@ class Embeds(Model):
 
     def parts(self, length: int) -> list[tuple[str, int, int]]:
         """Return (content, first row, end) of each part of a prompt of `length` tokens."""
+        length = min(length, self.rows or length)
         if self.until is None or self.then is None or self.until >= length:
             return [(self.of, 0, length)]
         return [(self.of, 0, self.until), (self.then, self.until, length)]

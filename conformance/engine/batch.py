@@ -222,10 +222,12 @@ class Batch:
 
     def _start(self, new: Any) -> None:
         generation, identity, script = self.lookup(new.req_id)
+        # vLLM's Request has zeros in place of embeddings.
         prompt = new.prompt_token_ids
         if prompt is None:
-            # Embeddings instead of token ids; vLLM's Request has zeros in their place.
             prompt = [0] * len(new.prompt_embeds)
+        elif (is_id := getattr(new, "prompt_is_token_ids", None)) is not None:
+            prompt = [token if known else 0 for token, known in zip(prompt, is_id, strict=True)]
         tokens = getattr(new, "prefill_token_ids", None) or prompt
         known = self.requests.get(new.req_id)
         # Under the V2 runner's protocol, a resumed request is listed as a new one.
@@ -241,7 +243,7 @@ class Batch:
             state.chain.append(token)
         state.tables = _copied(new.block_ids)
         state.valid_end = new.num_computed_tokens
-        state.is_pooling = new.pooling_params is not None
+        state.is_pooling = getattr(new, "pooling_params", None) is not None
         self.requests[new.req_id] = state
 
     @staticmethod

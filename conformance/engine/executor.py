@@ -307,10 +307,10 @@ class Executor:
                 request = requests.get(grant.req)
                 if request is None:
                     grant.open = False  # the engine took another rank's report for the last one
-                elif grant.req in self._received and request.is_finished():
-                    grant.open = False  # it was aborted: the engine only frees its blocks
                 elif grant.req in self._received:  # a failure may be reported in any step before
-                    self._take_up(oracle, grant, self._chain(grant.req))
+                    # Of an aborted request, the engine only frees the blocks.
+                    needed = not request.is_finished()
+                    self._take_up(oracle, grant, self._chain(grant.req), needed=needed)
             elif (
                 state is not None
                 and not waiting_only
@@ -319,9 +319,9 @@ class Executor:
             ):
                 self._take_up(oracle, grant, state.chain)
 
-    def _take_up(self, oracle: Oracle, grant: Grant, chain: Chain) -> None:
-        """Judge a load that the engine takes for finished."""
-        oracle.due(grant, chain)
+    def _take_up(self, oracle: Oracle, grant: Grant, chain: Chain, *, needed: bool = True) -> None:
+        """Judge a load that the engine takes for finished; `needed`: it will use it."""
+        oracle.due(grant, chain, needed=needed)
         is_whole = grant.due is None and not grant.failed and not grant.given_up
         if is_whole and grant.end <= len(chain.ids):  # a wrong claim may end behind the tokens
             self.observer.arrived(grant, chain.ids[grant.end - 1])

@@ -313,7 +313,7 @@ def one(
         elif dice.one_in(3):
             extra["cache_dtype"] = "fp8"
     else:
-        requests = Requests(dice, block, drafts, simple=simple)
+        requests = Requests(dice, block, drafts, simple=simple, engine=engine)
         in_flight = depth if scheduling == "async" else 1
         schedule = Schedule(
             dice,

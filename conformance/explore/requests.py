@@ -6,11 +6,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvconform.compat.installed import vllm_version
+from kvconform.contract.requirement import in_force
 from kvconform.explore.dice import Dice
 from kvconform.explore.workload import Data
 
 IDENTITY = ("salt", "lora", "mm", "embeds")
 """Options that belong to the identity of a prompt's KV."""
+NEWEST = "0.32"
+"""The first release for which mixed prompts and repetitions are drawn."""
+ABOVE = 65536
+"""Difference of token ids that are equal in 16 bits."""
 LoraData = str | Data
 ADAPTERS: tuple[LoraData, ...] = (
     "one",
@@ -36,6 +42,7 @@ class Requests:
     `lengths`: tokens of each prompt; it may have up to `beyond` more, if it continues an output.
     `settled`: requests that finished by themselves since the connector was last reset. `restarts`:
     of the engine so far; None in a workload without restarts. `images`: tokens of each image.
+    `engine`: the one that runs them.
     """
 
     dice: Dice
@@ -50,6 +57,7 @@ class Requests:
     aborted: set[str] = field(default_factory=set)
     restarts: int | None = None
     images: dict[str, int] = field(default_factory=dict)
+    engine: str = "reference"
 
     @property
     def longest(self) -> int:
@@ -82,6 +90,9 @@ class Requests:
         elif earlier is None:
             blocks = dice.number(1, 2 if self.simple else 4)
             add["prompt"] = length = max(1, blocks * self.block + dice.pick([-1, 0, 1, 2]))
+        elif not again and not self.simple and dice.one_in(24):
+            add["prompt"], length = {"same": earlier, "above": ABOVE}, self.lengths[earlier]
+            beyond = self.beyond[earlier]
         elif again or dice.one_in(2):
             add["prompt"], length = {"same": earlier}, self.lengths[earlier]
             beyond = self.beyond[earlier]
@@ -179,14 +190,22 @@ class Requests:
         elif earlier in self.settled:
             add["reloads"] = earlier
 
+    def _embeds(self, length: int) -> str | Data:
+        """Draw embeddings for a prompt, or for its beginning."""
+        content = self.dice.pick(["speech", "song"])
+        if length < 2 or not _is_newest() or self.dice.one_in(2):
+            return content
+        return {"of": content, "rows": self.dice.number(1, length - 1)}
+
     def _embeds_like(self, embeds: str | Data, length: int) -> str | Data:
         """Draw embeddings of another content, or of the same one up to some row."""
         first = embeds if isinstance(embeds, str) else embeds["of"]
+        rows = {} if isinstance(embeds, str) or "rows" not in embeds else {"rows": embeds["rows"]}
         if length < 2 or self.dice.one_in(3):
-            return "other"
+            return {"of": "other", **rows}
         # Most often it is the last row of a block.
         row = max(1, self.dice.number(1, length) // self.block * self.block - 1)
-        return {"of": first, "until": row, "then": "other"}
+        return {"of": first, "until": row, "then": "other", **rows}
 
     def _options(self, add: Data, length: int) -> None:
         dice = self.dice
@@ -198,9 +217,11 @@ class Requests:
             if dice.one_in(7) and length > 2 and "embeds" not in add:
                 self._image(add, length)
             if dice.one_in(16) and not {"mm", "embeds"} & set(add):
-                add["embeds"] = dice.pick(["speech", "song"])
+                add["embeds"] = self._embeds(length)
         if dice.one_in(12):
             add["stop_at"] = dice.number(0, add["max_tokens"] - 1)
+        elif self.engine == "vllm" and _is_newest() and dice.one_in(24):
+            add["repeats_at"] = dice.number(0, add["max_tokens"])
         if dice.one_in(12 if isinstance(add["prompt"], int) else 6):
             add["skip_reading_prefix_cache"] = True
         if dice.one_in(20):
@@ -254,3 +275,8 @@ class Requests:
         self.settled.clear()
         for name in self.live:
             self.aborted.add(name)
+
+
+def _is_newest() -> bool:
+    """Return whether the installed vLLM has what NEWEST is about."""
+    return in_force(NEWEST, None, vllm_version() or "0")

@@ -93,7 +93,10 @@ class Schedule:
         elif failing and dice.one_in(4):  # the next request shares the blocks being loaded
             self._partly = name, 1
         elif then == "disturb":  # events while the request is in progress
-            self.steps.append({"step": dice.number(1, 4)})
+            if requests.simple or not dice.one_in(4):
+                self.steps.append({"step": dice.number(1, 4)})
+            else:
+                self.steps.append({"run": {"loaded": name}})
             for kind in dice.some(KINDS, 4):
                 self._event(kind, name)
         elif then == "finish":  # the next request finds nothing in the local cache
@@ -158,7 +161,7 @@ class Schedule:
         load for it, it has not finished, and none of its output is in flight.
         """
         add["max_tokens"] = 9
-        for name in ("drafts", "stop_at", "id"):
+        for name in ("drafts", "stop_at", "repeats_at", "id"):
             add.pop(name, None)
         count = self.dice.number(1, 2)
         self.steps += [{"step": count}, {"land": self.depth}, {"abort": add["req"]}]

@@ -172,9 +172,10 @@ def _adapter(adapter: Mapping[str, Any] | None) -> str:
 def _embeds(embeds: Mapping[str, Any] | None) -> str:
     if not embeds:
         return "none"
+    rows = f" ({embeds['rows']} rows)" if embeds.get("rows") else ""
     if embeds["then"] is None:
-        return repr(embeds["of"])
-    return f"{embeds['of']!r} and from row {embeds['until']} on {embeds['then']!r}"
+        return f"{embeds['of']!r}{rows}"
+    return f"{embeds['of']!r} and from row {embeds['until']} on {embeds['then']!r}{rows}"
 
 
 def _items(items: Sequence[Mapping[str, Any]]) -> str:

@@ -665,9 +665,10 @@ class Oracle(Loads):
         layers = range(len(self.cache.tensors))
         return sum(received(layer) * self.cache.slot_bytes(layer) for layer in layers)
 
-    def due(self, grant: Grant, chain: Chain) -> None:
+    def due(self, grant: Grant, chain: Chain, *, needed: bool = True) -> None:
         """Close a grant that the engine is about to rely on, and emit load.due.
 
+        Not `needed`: the request was aborted, and what is missing harms nobody.
         Right bytes of a token that no engine of the run has computed can only be another run's:
         then load.foreign comes first.
         """
@@ -720,7 +721,7 @@ class Oracle(Loads):
         missing = grant.missing()
         failed = self.failed_blocks | grant.failed
         given_up = grant.given_up or grant.req in self.failed_reqs
-        reported = given_up or grant.covered_by(failed)
+        reported = given_up or not needed or grant.covered_by(failed)
         event = self.trace.emit(
             "load.due",
             req=grant.req,

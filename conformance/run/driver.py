@@ -314,8 +314,8 @@ class Driver:
         items = [item.model_dump() for item in add.mm]
         lora = Adapter.of(**add.lora.model_dump()) if add.lora else None
         embeds = add.embeds.parts(len(tokens)) if add.embeds else []
-        if embeds:
-            tokens = [0] * len(tokens)  # vLLM's Request has zeros in place of the token ids
+        for _, start, end in embeds:
+            tokens[start:end] = [0] * (end - start)  # vLLM's Request has zeros for its token ids
         for item in items:
             tokens[item["at"] : item["at"] + item["length"]] = [IMAGE_TOKEN] * item["length"]
         state.adds[add.req] = add

@@ -105,7 +105,7 @@ class _Reading:
     def __exit__(self, *exc: object) -> None:
         self.oracle.due = self._due  # type: ignore[method-assign]
 
-    def _note(self, grant: Grant, chain: Chain) -> None:
+    def _note(self, grant: Grant, chain: Chain, *, needed: bool = True) -> None:
         if grant.req == self.req:
             cache = self.oracle.cache
             rows = {
@@ -113,7 +113,7 @@ class _Reading:
                 for layer in range(len(cache.tensors))
             }
             self.parts.append((grant, chain, rows))
-        self._due(grant, chain)
+        self._due(grant, chain, needed=needed)
 
 
 def _take(

@@ -368,3 +368,13 @@ class ForgetsImagesLater(_KeysOfSaves):
 
     def _is_bare(self, request: Request) -> bool:
         return bool(request.mm_features) and request.num_computed_tokens > 0
+
+
+class EmbeddingsOnly(_PartialIdentity):
+    """Takes a prompt that has embeddings for one without token ids, which vLLM mixes in a chat."""
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        if request.prompt_embeds is None:
+            return {}
+        outputs = request.all_token_ids[request.num_prompt_tokens :]
+        return {"all_token_ids": [0] * request.num_prompt_tokens + list(outputs)}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer, get_ident
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from kvconform.contract.loader import load_spec
 from kvconform.judge.records import CaseReport, Row, Verdict
 from kvconform.refimpl.connector import Lookup, ReferenceConnector
 from kvconform.refimpl.defects.losses import StoresEveryStep
+from kvconform.refimpl.plan import Load
 from kvconform.refimpl.variants.loading import BlockFiller, RoundsFailures
 from kvconform.refimpl.variants.registry import VARIANTS
 from kvconform.refimpl.variants.saving import WholeChunks
@@ -521,3 +523,125 @@ def test_an_event_may_leave_its_medium_open(tmp_path: Path) -> None:
     report = judged(NoMedium, SPEC.cases["cache.events"], tmp_path)
     assert select(report.trace, "kv.event")
     assert failed(report) == []
+
+
+class LoadsFirst(ReferenceConnector):
+    """Asks for start_load_kv before the forward pass of every step, as HiSparseConnector does."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        scheduler_output.has_sync_kv_loads = True
+        return super().build_connector_meta(scheduler_output)
+
+
+def test_a_connector_may_ask_for_its_turn_before_the_forward_pass(tmp_path: Path) -> None:
+    report = judged(LoadsFirst, SPEC.cases["lifecycle.hook-order"], tmp_path)
+    assert failed(report) == []
+
+
+class PinsWhatWaits(ReferenceConnector):
+    """Saves a chunk at a time, some steps late, from blocks that it holds until then."""
+
+    _queue: ClassVar[list[Any]] = []
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
+        self._queue.clear()
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        for save in metadata.saves:
+            blocks = {block for piece in save.pieces for block in piece.blocks(self._block_size)}
+            held = [self._pool.blocks[block] for block in sorted(blocks)]
+            self._pool.touch(held)
+            self._queue.append([4, save, held])
+        for each in self._queue:
+            each[0] -= 1
+        due = [save for left, save, _ in self._queue if left == 1]
+        for _, _, held in [each for each in self._queue if each[0] == 0]:
+            self._pool.free_blocks(held)
+        self._queue[:] = [each for each in self._queue if each[0] > 0]
+        return replace(metadata, saves=tuple(due))
+
+    def has_pending_push_work(self) -> bool:
+        return bool(self._queue)
+
+
+def test_blocks_that_the_connector_holds_may_be_saved_after_a_preemption(tmp_path: Path) -> None:
+    preempted = [{"add": {"req": "a", "prompt": 9}}, {"step": 2}, {"preempt": "a"}, RUN]
+    report = judged(PinsWhatWaits, make_case(preempted), tmp_path)
+    late = [e for e in select(report.trace, "plan") if e["kept"]]
+    assert late and failed(report) == []
+
+
+class OrdersNothing(ReferenceConnector):
+    """Sends an order without blocks for a request that has loaded nothing, as NIXL does."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        empty = (Load(new.req_id, 0, 0, (), True) for new in scheduler_output.scheduled_new_reqs)
+        return replace(metadata, loads=(*metadata.loads, *empty))
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        self._load_queue.drop(lambda load: not load.pieces)
+
+
+def test_an_order_without_positions_loads_nothing(tmp_path: Path) -> None:
+    report = judged(OrdersNothing, make_case([{"add": {"req": "a", "prompt": 9}}, RUN]), tmp_path)
+    assert [(e["start"], e["end"]) for e in select(report.trace, "plan", op="load")] == [(0, 0)]
+    assert failed(report) == []
+
+
+class DropsAborted(ReferenceConnector):
+    """Drops the load of a request that was aborted, and reports its end."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[Any, Any]:
+        dropped = self._load_queue.take(lambda load: load.req in finished_req_ids)
+        sent, received = super().get_finished(finished_req_ids)
+        return sent, {*(received or ()), *(load.req for load in dropped)} or None
+
+
+def test_what_an_aborted_request_was_to_load_need_not_arrive(tmp_path: Path) -> None:
+    """vLLM only frees its blocks."""
+    aborted = [*STORED, {"add": ASK}, {"schedule": 1}, {"abort": "b"}, RUN]
+    report = judged(DropsAborted, make_case(aborted), tmp_path, load="async", load_delay=9)
+    assert select(report.trace, "transfer.reported", direction="recv")
+    assert failed(report) == []
+
+
+def test_a_new_engine_may_ask_for_what_earlier_ones_failed_to_load(tmp_path: Path) -> None:
+    """Each has a cold connection, say: none of them has seen the content fail three times."""
+    ask: Steps = [{"restart": "another-engine"}]
+    steps: Steps = [{"add": {"req": "a", "prompt": 9}}, RUN]
+    for name in "bcde":
+        steps += [*ask, {"add": {"req": name, "prompt": {"same": "a"}}}, {"step": 3}]
+        steps += [{"abort": name}, RUN]
+    connector, extra = VARIANTS["stumbles"]
+    report = run_and_judge(
+        Variant(make_case(steps), "reference", "sync", "v1", 1, 4),
+        Target(connector, {"store": "{tmp}", **extra}, stall_seconds=0.1),
+        SPEC,
+        seed=0,
+        tmp=tmp_path / "run",
+    )
+    assert len(select(report.trace, "transfer.failed")) > 3
+    assert failed(report) == []
+
+
+@pytest.mark.parametrize("name", ["reports-by-scheduler", "keeps-reports-back"])
+@pytest.mark.parametrize("case", ["lifecycle.delayed-free", "ranks.async-load"])
+def test_the_scheduler_half_may_decide_what_has_ended(name: str, case: str, tmp_path: Path) -> None:
+    """vLLM reads the ends of transfers only after update_connector_output."""
+    connector, extra = VARIANTS[name]
+    case_of_both = SPEC.cases[case]
+    report = run_and_judge(
+        Variant(case_of_both, "vllm", "sync", "v1", 1, case_of_both.config.block_size),
+        Target(connector, {"store": "{tmp}", **extra}, stall_seconds=0.1),
+        SPEC,
+        seed=0,
+        tmp=tmp_path / "run",
+    )
+    assert failed(report) == []
+    reports = select(report.trace, "transfer.reported")
+    assert reports and all(e["rank"] == -1 for e in reports if e["direction"] == "send")
+    assert bool(select(report.trace, "transfer.withheld")) == (name == "keeps-reports-back")
