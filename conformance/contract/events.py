@@ -785,14 +785,14 @@ _kind(
     "load.due",
     "kv",
     "req:str generation:int transfer:str? granted:int missing:list partial:list wrong:list "
-    "reported_failed:bool reported:list promised:bool undisturbed:bool is_async:bool local:int "
-    "by_group:list layers:list early_reads:list bytes:int? most_bytes:int?",
+    "reported_failed:bool reported:list promised:bool undisturbed:bool is_async:bool needed:bool "
+    "local:int by_group:list layers:list early_reads:list bytes:int? most_bytes:int?",
     "The engine is about to rely on a grant. bytes = those that the connector wrote, of all layers "
     "(None: not known); most_bytes = the same in whole blocks, with repetitions. "
     "missing = positions that were not written completely; partial = those of them of which some "
     "slot was written in part. reported_failed = vLLM computes all of them again: with one group, "
-    "from the first block on that was reported as failed; or it needs none of them, because the "
-    "request was aborted. reported = positions in blocks that were "
+    "from the first block on that was reported as failed; needed = it will use what was loaded, "
+    "because the request was not aborted. reported = positions in blocks that were "
     "reported, if something is missing. promised = the connector has "
     "declared that it keeps this content, has found it, and nothing in the case makes a load fail. "
     "undisturbed = nothing in the case takes away what is stored. by_group = those of several "

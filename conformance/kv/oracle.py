@@ -721,7 +721,7 @@ class Oracle(Loads):
         missing = grant.missing()
         failed = self.failed_blocks | grant.failed
         given_up = grant.given_up or grant.req in self.failed_reqs
-        reported = given_up or not needed or grant.covered_by(failed)
+        reported = given_up or grant.covered_by(failed)
         event = self.trace.emit(
             "load.due",
             req=grant.req,
@@ -736,6 +736,7 @@ class Oracle(Loads):
             promised=grant.req in self.promised,
             undisturbed=self.undisturbed,
             is_async=grant.is_async,
+            needed=needed,
             local=grant.start,
             by_group=grant.missing_by_group(),
             layers=grant.lacking_layers(),
@@ -743,7 +744,7 @@ class Oracle(Loads):
             bytes=self._bytes(grant.received),
             most_bytes=self._bytes(grant.received_in_blocks),
         )
-        if missing and not reported:
+        if missing and needed and not reported:
             grant.due = event
             grant.chain = chain
             self.overdue.append(grant)

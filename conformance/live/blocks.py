@@ -349,6 +349,7 @@ class BlockOracle:
             promised=False,
             undisturbed=False,
             is_async=grant.is_async,
+            needed=True,
             local=grant.start,
             by_group=[],
             layers=[],

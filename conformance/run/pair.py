@@ -236,7 +236,8 @@ class Handovers:
         # A producer may have read it all, and report, before the consumer's engine hears of it.
         asked = next((e["seq"] for e in grants if e["external"]), came)
         early = bool(reports) and reports[0] < asked
-        wrong = [e for e in dues if (e["missing"] and not e["reported_failed"]) or e["wrong"]]
+        lacking = [e for e in dues if e["missing"] and e["needed"] and not e["reported_failed"]]
+        wrong = [*lacking, *(e for e in dues if e["wrong"])]
         promised = max((e["tokens"] for e in lookups), default=0)
         self.trace.emit(
             "pair.request",

@@ -120,11 +120,14 @@ class HybridPeer(Peer, SupportsHMA):
             self.board.offers[key] = GroupedOffer(offer.req, offer.blocks, offer.left, tables)
 
     def _copy(self, pull: Pull, offer: Offer) -> None:
+        """Copy what is in the consumer's windows; fail if the producer's have gone on since."""
         board = self.boards[pull.engine][self._rank]
         if isinstance(pull, GroupedPull) and isinstance(offer, GroupedOffer):
             for names, mine, theirs in zip(self._layers_of, pull.tables, offer.tables, strict=True):
                 pairs = zip(mine, theirs[pull.first :], strict=False)
                 kept = [(to, of) for to, of in pairs if to]
+                if not all(of for _, of in kept):
+                    self._failed(pull)
                 for name in names:
                     for to, of in kept:
                         self.board.pages[name][to] = board.pages[name][of]
