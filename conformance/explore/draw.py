@@ -106,7 +106,7 @@ def pair_steps(dice: Dice, block: int) -> tuple[list[Data], int]:
         add: Data = {"req": f"p{number}", "prompt": length, "max_tokens": tokens, "hand_over": True}
         found.append({"add": add})
         found += [{"step": dice.number(1, 2)}] * dice.number(0, 1)
-        found += [{"abort": f"p{number}"}] * dice.one_in(8)
+        found += [{dice.pick(["abort", "preempt"]): f"p{number}"}] * dice.one_in(6)
     if not dice.one_in(8):
         found.append({"run": {"until": f"p{count}"}})
     found.append({"on": "d"})
@@ -312,6 +312,8 @@ def one(
             extra["engines"][name] = {"role": ENGINES[name], "num_blocks": 96}
         elif dice.one_in(3):
             extra["cache_dtype"] = "fp8"
+        elif dice.one_in(2):
+            extra |= dice.pick([{"graphs": True}, {"load_failure_policy": "fail"}])
     else:
         requests = Requests(dice, block, drafts, simple=simple, engine=engine)
         in_flight = depth if scheduling == "async" else 1

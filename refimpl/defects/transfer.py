@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from kvconform.compat.vllm_api import FINISHED_ERROR
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.defects import targets
 from kvconform.refimpl.plan import Save
@@ -466,3 +468,59 @@ class ReadsTheFirstRank(Peer):
             for block, source in zip(pull.blocks, offer.blocks[pull.first :], strict=False):
                 pages[(block, *shared)] = theirs[source]
         board.done.append(pull.key)
+
+
+class ExtendsTheOldTable(Pusher):
+    """Goes on pushing a request that was preempted as if it had kept its blocks."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if request.request_id not in self._progress:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def _scheduled(self, scheduler_output: Any) -> Iterator[Any]:
+        for req, computed, blocks, replaces in super()._scheduled(scheduler_output):
+            known = req in self._progress and self._progress[req].tokens > 0
+            yield req, computed, blocks, replaces and not known
+
+
+class PushesInLayerHooks(Pusher):
+    """Pushes the layers whose hook was called; a step that replays a graph calls none."""
+
+    def clear_connector_metadata(self) -> None:
+        self.__dict__["called"] = set()
+        super().clear_connector_metadata()
+
+    def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
+        self.__dict__.setdefault("called", set()).add(layer_name)
+
+    def _deliver(self, push: Push) -> None:
+        super()._deliver(push)
+        called = self.__dict__.get("called", ())
+        mailbox = self.mailboxes[self.engine_id, self._rank, push.key]
+        for number in range(push.first, push.first + len(push.blocks)):
+            for name, page in mailbox.pages[number].items():
+                if name not in called:
+                    page.zero_()
+
+
+class LeavesTheDrafterOut(Peer):
+    """Copies the layers below num_hidden_layers: a drafter's has the next number."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._layers = vllm_config.model_config.hf_config.num_hidden_layers
+
+    def _copy(self, pull: Pull, offer: Offer) -> None:
+        pages = self.board.pages
+        numbers = {name: int(name.split(".")[2]) for name in pages}
+        self.board.pages = {name: pages[name] for name in pages if numbers[name] < self._layers}
+        super()._copy(pull, offer)
+        self.board.pages = pages
+
+
+class ForgetsErrors(Peer):
+    """Knows of requests that end by themselves or are aborted, and raises for a failed load."""
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        assert request.status != FINISHED_ERROR
+        return super().request_finished(request, block_ids)

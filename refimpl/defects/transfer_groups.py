@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvconform.refimpl.variants.hybrid_peer import HybridPeer
+from kvconform.refimpl.variants.peer import Peer, Pull
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,3 +52,10 @@ class LeavesNothingOut(HybridPeer):
 
     def _leave_last_out(self, request: Any) -> None:
         pass
+
+
+class ReportsBlocksOfGroups(HybridPeer):
+    """Reports the blocks of a pull that failed; of several groups, they do not say whose."""
+
+    def _failed(self, pull: Pull) -> None:
+        Peer._failed(self, pull)

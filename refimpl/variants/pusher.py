@@ -18,6 +18,8 @@ from kvconform.refimpl.tracking import first_group, scheduled
 from kvconform.refimpl.variants.peer import DONE, Offer, Peer, PeerMetadata, Pull
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
 
 
@@ -93,7 +95,7 @@ class Pusher(Peer):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         pushes = []
-        for req, computed, new_blocks, replaces in scheduled(scheduler_output):
+        for req, computed, new_blocks, replaces in self._scheduled(scheduler_output):
             progress = self._progress.get(req)
             if progress is None:
                 continue
@@ -109,6 +111,10 @@ class Pusher(Peer):
         assert isinstance(pulls, PeerMetadata)
         dropped, self._dropped = self._dropped, []
         return PushMetadata(pulls.offers, pulls.pulls, pushes, dropped)
+
+    def _scheduled(self, scheduler_output: Any) -> Iterable[Any]:
+        """Return the requests of a step; a defect takes resumed ones for running ones."""
+        return scheduled(scheduler_output)
 
     def _push(self, req: str, progress: Progress, end: int) -> Push:
         """Plan a push; a block that was pushed before it was full is pushed again."""
