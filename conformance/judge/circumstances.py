@@ -43,6 +43,7 @@ _CAME_UP: dict[str, Callable[[Event], bool]] = {
     "release before a load": lambda e: e["kind"] == "pair.request" and e["gone"],
     "several ranks": lambda e: _most_ranks(e) > 1,
     "kill": lambda e: e["kind"] == "engine.lifecycle" and e["op"] == "killed",
+    "pooling": lambda e: e["kind"] == "run.start" and bool(e.get("pooling")),
 }
 """How each circumstance shows in a trace."""
 
@@ -62,6 +63,7 @@ WORDS = {
     "release before a load": ("gives blocks up before",),
     "several ranks": ("every rank", "several ranks", "two ranks"),
     "kill": ("is killed",),
+    "pooling": ("pooling model",),
 }
 """Beginnings of words by which a usual cause (`wrong` of a requirement) names a circumstance."""
 

@@ -30,6 +30,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     "release before a load": {"kind": "pair.request", "gone": True},
     "several ranks": {"kind": "run.changed", "ranks": 2},
     "kill": {"kind": "engine.lifecycle", "op": "killed"},
+    "pooling": {"kind": "run.start", "pooling": True},
 }
 
 
