@@ -129,6 +129,19 @@ def blocks_to_zero(scheduler_output: SchedulerOutput) -> list[int]:
     return list(getattr(scheduler_output, "new_block_ids_to_zero", None) or ())
 
 
+ENDS = {"send": "finished_sending", "recv": "finished_recving"}
+"""The field of a KVConnectorOutput that names ended transfers, by direction."""
+
+
+def ended_transfers(reports: KVConnectorOutput | None) -> set[tuple[str, str]]:
+    """Return the (direction, request id) of each transfer that a step's reports end."""
+    return {
+        (direction, req)
+        for direction, name in ENDS.items()
+        for req in getattr(reports, name, None) or ()
+    }
+
+
 def block_state(req_ids: set[str], get_block_ids: Any) -> Any:
     """Return what build_connector_meta may read about blocks; None until 0.26."""
     if KVConnectorBlockState is None:
@@ -366,7 +379,7 @@ def build_request(
         )
         for item in items
     ]
-    # As the front end hands prompts over: those of both kinds have a token id that nobody reads.
+    # In a mixed prompt the front end puts a token id in place of each embedding; it is not used.
     rows = embeds[-1][2] if embeds else 0
     is_mixed = 0 < rows < len(tokens)
     ids = [SENTINEL] * rows + tokens[rows:] if is_mixed else list(tokens)

@@ -143,6 +143,7 @@ def run(control: Control, spec: Spec, tmp: Path) -> Outcome:
     )
     outcome = Outcome(defect=f"control: {control.connector}")
     slow = SLOW if control.emulate_cuda else None
+    start = monotonic()
     watchdog.start(defect.hook_timeout)
     try:
         with served(defect, tmp) as extra_config:
@@ -159,6 +160,7 @@ def run(control: Control, spec: Spec, tmp: Path) -> Outcome:
                     outcome.failed.setdefault("the harness", []).append(name)
     finally:
         watchdog.stop()
+        outcome.seconds = round(monotonic() - start, 2)
     if outcome.failed:
         failures = "; ".join(
             f"{name} in {runs[0]}" + f" and {len(runs) - 1} more" * (len(runs) > 1)

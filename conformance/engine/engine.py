@@ -211,7 +211,8 @@ class Engine:
             self.scheduler.update_draft_token_ids(drafts)
         if self.relay is not None:
             self.relay.landed(flight.step)
-        vectors = dict(zip(flight.result.req_ids, flight.result.pooler_output or (), strict=False))
+        pooled = flight.result.pooler_output
+        vectors = dict(zip(flight.result.req_ids, pooled, strict=True)) if pooled else None
         self.ledger.after_update(flight.output, flight.step, flight.corrupt, vectors)
         if self.variant.engine == "reference":
             self.scheduler.check_integrity()

@@ -22,7 +22,7 @@ from kvconform.observe.call import Call
 from kvconform.observe.digest import pickle_round_trip
 from kvconform.observe.inspector import inspector_of, shows_cache, shows_plans
 from kvconform.observe.ledger import Ledger, RankReports
-from kvconform.observe.observer import Observer, emit_layer, received_late
+from kvconform.observe.observer import Observer, added_ends, emit_layer
 from kvconform.observe.probe import Probe
 
 JUDGED_AFTER = (
@@ -150,7 +150,7 @@ class Executor:
 
     def _received_late(self, call: Call) -> None:
         """Judge the loads, on every rank, whose end the scheduler half has reported."""
-        reported = received_late(call)
+        reported = {req for direction, req in added_ends(call) if direction == "recv"}
         for rank in self.ranks.members if reported else ():
             with self.ranks.driving(rank):
                 self._oracle.check_writes(call.hook)

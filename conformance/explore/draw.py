@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvconform.compat.installed import vllm_version
 from kvconform.contract.case import EVEN, LARGE, LOADERS, OF_GENERATION
-from kvconform.contract.requirement import version_key
 from kvconform.contract.situation import policies as known_policies
 from kvconform.explore.dice import Dice
-from kvconform.explore.requests import Requests
+from kvconform.explore.requests import Requests, installed_since
 from kvconform.explore.scenes import SCENES, Scene
 from kvconform.explore.schedule import NAMES, Schedule
 from kvconform.explore.workload import Data, Workload, make
@@ -106,7 +104,8 @@ def pair_steps(dice: Dice, block: int) -> tuple[list[Data], int]:
         add: Data = {"req": f"p{number}", "prompt": length, "max_tokens": tokens, "hand_over": True}
         found.append({"add": add})
         found += [{"step": dice.number(1, 2)}] * dice.number(0, 1)
-        found += [{dice.pick(["abort", "preempt"]): f"p{number}"}] * dice.one_in(6)
+        if dice.one_in(6):
+            found.append({dice.pick(["abort", "preempt"]): f"p{number}"})
     if not dice.one_in(8):
         found.append({"run": {"until": f"p{count}"}})
     found.append({"on": "d"})
@@ -468,8 +467,7 @@ def _special(dice: Dice, theme: str, engine: str, block: int) -> Data:
 
 def _has_fine_hashes() -> bool:
     """Return whether the installed vLLM may hash parts of blocks (prefix_match_unit)."""
-    version = vllm_version()
-    return version is not None and version_key(version) >= version_key(FINE_HASHES)
+    return installed_since(FINE_HASHES)
 
 
 def _layers(dice: Dice, engine: str, drafts: int, groups: list[str]) -> Data:

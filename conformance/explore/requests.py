@@ -193,7 +193,7 @@ class Requests:
     def _embeds(self, length: int) -> str | Data:
         """Draw embeddings for a prompt, or for its beginning."""
         content = self.dice.pick(["speech", "song"])
-        if length < 2 or not _is_newest() or self.dice.one_in(2):
+        if length < 2 or not installed_since(NEWEST) or self.dice.one_in(2):
             return content
         return {"of": content, "rows": self.dice.number(1, length - 1)}
 
@@ -220,7 +220,7 @@ class Requests:
                 add["embeds"] = self._embeds(length)
         if dice.one_in(12):
             add["stop_at"] = dice.number(0, add["max_tokens"] - 1)
-        elif self.engine == "vllm" and _is_newest() and dice.one_in(24):
+        elif self.engine == "vllm" and installed_since(NEWEST) and dice.one_in(24):
             add["repeats_at"] = dice.number(0, add["max_tokens"])
         if dice.one_in(12 if isinstance(add["prompt"], int) else 6):
             add["skip_reading_prefix_cache"] = True
@@ -277,6 +277,6 @@ class Requests:
             self.aborted.add(name)
 
 
-def _is_newest() -> bool:
-    """Return whether the installed vLLM has what NEWEST is about."""
-    return in_force(NEWEST, None, vllm_version() or "0")
+def installed_since(release: str) -> bool:
+    """Return whether the installed vLLM is this release or a later one."""
+    return in_force(release, None, vllm_version() or "0")

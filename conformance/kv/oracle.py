@@ -668,7 +668,7 @@ class Oracle(Loads):
     def due(self, grant: Grant, chain: Chain, *, needed: bool = True) -> None:
         """Close a grant that the engine is about to rely on, and emit load.due.
 
-        Not `needed`: the request was aborted, and what is missing harms nobody.
+        Not `needed`: the request was aborted, so the engine will not read what was loaded.
         Right bytes of a token that no engine of the run has computed can only be another run's:
         then load.foreign comes first.
         """

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
-from kvconform.compat.step import has_sync_loads
+from kvconform.compat.step import ended_transfers, has_sync_loads
 from kvconform.compat.vllm_api import FINISHED_ERROR, RequestStatus, is_chunk
 from kvconform.contract.events import NO_OWNER
 from kvconform.contract.trace import Event, Trace
@@ -64,8 +64,7 @@ class RankReports:
         due, failures, errors = self._due(reports)
         result = self._aggregator.aggregate(results, range(len(results))[rank])
         joined = getattr(result, "kv_connector_output", None)
-        ids = {way: set(getattr(joined, name, None) or ()) for way, name in _FIELDS.items()}
-        found = {(way, req) for way in _FIELDS for req in ids[way]}
+        found = ended_transfers(joined)
         failed = set(getattr(joined, "failed_recving", None) or ())
         invalid = set(getattr(joined, "invalid_block_ids", None) or ())
         surplus, self._surplus = self._surplus, set()
@@ -73,8 +72,8 @@ class RankReports:
             self._trace.emit(
                 "ranks.joined",
                 expected=self._expected,
-                sent=sorted(ids["send"]),
-                received=sorted(ids["recv"]),
+                sent=_ids(found, "send"),
+                received=_ids(found, "recv"),
                 failed=sorted(failed),
                 invalid=sorted(invalid),
                 all_sent=_ids(due, "send"),
@@ -97,17 +96,15 @@ class RankReports:
         errors: set[int] = set()
         for report in filter(None, reports):
             self._expected = getattr(report, "expected_finished_count", 0) or self._expected
-            for way, name in _FIELDS.items():
-                for req in getattr(report, name) or ():
-                    key = way, req
-                    left = self._left.pop(key, self._expected) - 1
-                    if self._expects_no_more(key):
-                        self._surplus.add(key)
-                    if left:
-                        self._left[key] = left
-                    else:
-                        due.add(key)
-                        self._over[key] = len(self._trace.events)
+            for key in ended_transfers(report):
+                left = self._left.pop(key, self._expected) - 1
+                if self._expects_no_more(key):
+                    self._surplus.add(key)
+                if left:
+                    self._left[key] = left
+                else:
+                    due.add(key)
+                    self._over[key] = len(self._trace.events)
             errors |= set(report.invalid_block_ids or ())
             self._failing |= set(getattr(report, "failed_recving", None) or ())
         failures = {req for req in self._failing if ("recv", req) in due}
@@ -136,9 +133,6 @@ def _may_be_a_siblings(event: dict[str, Any], way: str) -> bool:
         return bool(event["kind"] == "req.finished")
     asked = event["kind"] == "alloc" and event["claimed"] is not None
     return bool(asked and not event["external"])
-
-
-_FIELDS = {"send": "finished_sending", "recv": "finished_recving"}
 
 
 def _ids(transfers: set[tuple[str, str]], way: str) -> list[str]:
@@ -511,9 +505,8 @@ class Ledger:
         """
         scheduler = self.view.scheduler
         for req in output.num_scheduled_tokens:
-            self._samples(req, clean=req not in corrupt)
-            if vectors:
-                self._pooled(req, vectors[req], clean=req not in corrupt)
+            vector = vectors[req] if vectors else None
+            self._samples(req, vector, clean=req not in corrupt)
             request = scheduler.requests.get(req)
             self._flying[req] = self._flying.get(req, [])[1:]
             if request is None:
@@ -533,39 +526,28 @@ class Ledger:
         self.state_changes("output")
         self._releases()
 
-    def _samples(self, req: str, *, clean: bool) -> None:
-        """Emit the tokens that the engine accepted.
+    def _samples(self, req: str, vector: Any, *, clean: bool) -> None:
+        """Emit the tokens that the engine accepted, or the vector that ended a request.
 
         Those of a step that failed, or that a preemption overtook, are not among them.
         """
         request = self._objects.get(req)
         if request is None:
             return
-        for position in range(self._lengths[req], request.num_tokens):
+        first = self._lengths[req] - request.num_prompt_tokens
+        tokens = request.all_token_ids[self._lengths[req] :]
+        if vector is not None and request.status == RequestStatus.FINISHED_STOPPED:
+            first, tokens = 0, [int(vector[0])]
+        for index, token in enumerate(tokens, first):
             self.trace.emit(
                 "sample",
                 req=req,
                 generation=self.view.generation(req),
-                index=position - request.num_prompt_tokens,
-                token=request.all_token_ids[position],
+                index=index,
+                token=token,
                 clean=clean,
                 prompt=request.num_prompt_tokens,
             )
-
-    def _pooled(self, req: str, vector: Any, *, clean: bool) -> None:
-        """Emit a pooling model's vector as the only token of a request's output, if it ends it."""
-        request = self._objects.get(req)
-        if vector is None or request is None or request.status != RequestStatus.FINISHED_STOPPED:
-            return
-        self.trace.emit(
-            "sample",
-            req=req,
-            generation=self.view.generation(req),
-            index=0,
-            token=int(vector[0]),
-            clean=clean,
-            prompt=request.num_prompt_tokens,
-        )
 
     def _releases(self) -> None:
         """Note the transfers that the engine no longer waits for."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvconform.compat.local_hits import LocalHits
+from kvconform.compat.step import ended_transfers
 from kvconform.contract.events import ENGINE_FIELD
 from kvconform.contract.trace import Event, Trace
 from kvconform.kv.oracle import Grant, Loads
@@ -498,25 +499,29 @@ class Observer:
         self.received = list(received)
 
     def _reports_come(self, call: Call) -> None:
-        call.scratch["ends"] = _ends(call.arg(0, "connector_output"))
+        call.scratch["ended"] = ended_transfers(call.arg(0, "connector_output"))
 
     def _reports_go_on(self, call: Call) -> None:
         """Note the ends of transfers that the scheduler half adds to a step's reports, or keeps.
 
-        The engine reads them only after the hook.
+        The engine reads them only after the hook. A connector must not keep reports of siblings.
         """
-        before, after = call.scratch["ends"], _ends(call.arg(0, "connector_output"))
-        for req in sorted(after["send"] - before["send"]):
-            self._report(req, "send", None, BY_SCHEDULER)
-        for req in sorted(received_late(call)):
-            grant = self._open_async(req) or self._last_async(req)
-            self._report(req, "recv", grant, BY_SCHEDULER)
-        for direction in before:
-            for req in sorted(before[direction] - after[direction]):
-                self._keep_back(req, direction)
+        added = added_ends(call)
+        for direction, req in sorted(added, reverse=True):
+            is_load = direction == "recv"
+            grant = (self._open_async(req) or self._last_async(req)) if is_load else None
+            self._report(req, direction, grant, BY_SCHEDULER)
+        after = ended_transfers(call.arg(0, "connector_output"))
+        for direction, req in sorted(call.scratch["ended"] - after):
+            is_own = self._keep_back(req, direction)
+            if not is_own and call.result_event is not None and call.error is None:
+                self.trace.amend(call.result_event, mutated_args=True)
 
-    def _keep_back(self, req: str, direction: str) -> None:
-        """Turn the latest report of each rank into one that the engine never got."""
+    def _keep_back(self, req: str, direction: str) -> bool:
+        """Turn the latest report of each rank into one that the engine never got.
+
+        Returns whether there is one.
+        """
         self._reported.get(req, set()).discard(direction)
         on = getattr(self.trace, ENGINE_FIELD, None)
         this = on, req, self.view.generation(req), direction
@@ -532,6 +537,7 @@ class Observer:
         }
         for event in latest.values():
             self.trace.amend(event, kind="transfer.withheld")
+        return bool(latest)
 
     def _report(self, req: str, direction: str, grant: Grant | None, rank: int = 0) -> None:
         seen = self._reported.setdefault(req, set())
@@ -691,18 +697,10 @@ def starved(scheduler: Any, request: Any, end: int, block_size: int) -> bool:
     return bool(0 <= spare < remaining(request))
 
 
-def received_late(call: Call) -> set[str]:
-    """Return the loads whose end the scheduler half added in this update_connector_output."""
-    ends: dict[str, set[str]] = call.scratch["ends"]
-    return _ends(call.arg(0, "connector_output"))["recv"] - ends["recv"]
-
-
-def _ends(output: Any) -> dict[str, set[str]]:
-    """Return the ids of a step's reports by direction; `output` is its KVConnectorOutput."""
-    return {
-        "send": set(output.finished_sending or ()),
-        "recv": set(output.finished_recving or ()),
-    }
+def added_ends(call: Call) -> set[tuple[str, str]]:
+    """Return the ended transfers that the scheduler half added in this update_connector_output."""
+    ended: set[tuple[str, str]] = call.scratch["ended"]
+    return ended_transfers(call.arg(0, "connector_output")) - ended
 
 
 def emit_layer(

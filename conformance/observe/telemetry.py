@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvconform.compat.block_keys import ExtraKeys, extra_keys_of
+from kvconform.compat.step import ENDS
 from kvconform.contract.events import ARGUMENTS
 from kvconform.contract.trace import Event, Trace
 from kvconform.observe.announced import Announced
@@ -394,9 +395,10 @@ SHARED = {
 }
 """Index of the argument that is read after the hook, which must not change it, by hook."""
 READ_BEFORE = ("failed_recving", "invalid_block_ids")
-"""Reports of a step that the engine has read when it calls update_connector_output."""
-ENDS = {"send": "finished_sending", "recv": "finished_recving"}
-"""Those that it reads afterwards, by direction: the connector may change them."""
+"""Reports of a step that the engine has read when it calls update_connector_output.
+
+It reads the others afterwards: the connector may change those of its own transfers (Observer).
+"""
 REPORTS = (*ENDS.values(), *READ_BEFORE)
 
 
@@ -450,22 +452,11 @@ class Watch:
 
     def _before(self, call: Call) -> None:
         call.scratch["argument"] = _picture(call)
-        if call.hook == "update_connector_output":
-            call.scratch["reports"] = _ends(call)
 
     def _after(self, call: Call) -> None:
-        if call.result_event is None or call.error is not None:
-            return
-        mutated = _picture(call) != call.scratch["argument"]
-        if call.hook == "update_connector_output":
-            dropped = call.scratch["reports"] - _ends(call)
-            mutated = mutated or not dropped <= self._own_reports()
-        self.trace.amend(call.result_event, mutated_args=mutated)
-
-    def _own_reports(self) -> set[tuple[str, str]]:
-        """Return what this connector, and no sibling of it, has reported: (direction, id)."""
-        kinds = ("transfer.reported", "transfer.withheld")
-        return {(e["direction"], e["req"]) for e in self.trace.events if e["kind"] in kinds}
+        if call.result_event is not None and call.error is None:
+            mutated = _picture(call) != call.scratch["argument"]
+            self.trace.amend(call.result_event, mutated_args=mutated)
 
 
 def _picture(call: Call) -> str:
@@ -479,9 +470,3 @@ def _picture(call: Call) -> str:
         if not any(value):  # as in most steps
             return ""
     return repr(canonical(value))
-
-
-def _ends(call: Call) -> set[tuple[str, str]]:
-    """Return (direction, request id) of the transfers that a step's reports end."""
-    output = call.arg(0, "connector_output")
-    return {(way, req) for way, name in ENDS.items() for req in getattr(output, name) or ()}

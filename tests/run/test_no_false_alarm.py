@@ -86,8 +86,17 @@ class Counts(ReferenceConnector):
 def judged(
     cls: type, case: Case, tmp_path: Path, *, engine: str = "vllm", **options: Any
 ) -> CaseReport:
-    extra = {"store": "{tmp}", **options}
-    target = Target(f"{__name__}:{cls.__name__}", extra, stall_seconds=0.1)
+    return _judged(f"{__name__}:{cls.__name__}", options, case, engine, tmp_path)
+
+
+def judged_variant(name: str, case: Case, tmp_path: Path, *, engine: str = "vllm") -> CaseReport:
+    return _judged(*VARIANTS[name], case, engine, tmp_path)
+
+
+def _judged(
+    connector: str, options: dict[str, Any], case: Case, engine: str, tmp_path: Path
+) -> CaseReport:
+    target = Target(connector, {"store": "{tmp}", **options}, stall_seconds=0.1)
     variant = Variant(case, engine, "sync", "v1", 1, case.config.block_size)
     return run_and_judge(variant, target, SPEC, seed=0, tmp=tmp_path / "run")
 
@@ -616,14 +625,7 @@ def test_a_new_engine_may_ask_for_what_earlier_ones_failed_to_load(tmp_path: Pat
     for name in "bcde":
         steps += [*ask, {"add": {"req": name, "prompt": {"same": "a"}}}, {"step": 3}]
         steps += [{"abort": name}, RUN]
-    connector, extra = VARIANTS["stumbles"]
-    report = run_and_judge(
-        Variant(make_case(steps), "reference", "sync", "v1", 1, 4),
-        Target(connector, {"store": "{tmp}", **extra}, stall_seconds=0.1),
-        SPEC,
-        seed=0,
-        tmp=tmp_path / "run",
-    )
+    report = judged_variant("stumbles", make_case(steps), tmp_path, engine="reference")
     assert len(select(report.trace, "transfer.failed")) > 3
     assert failed(report) == []
 
@@ -632,15 +634,7 @@ def test_a_new_engine_may_ask_for_what_earlier_ones_failed_to_load(tmp_path: Pat
 @pytest.mark.parametrize("case", ["lifecycle.delayed-free", "ranks.async-load"])
 def test_the_scheduler_half_may_decide_what_has_ended(name: str, case: str, tmp_path: Path) -> None:
     """vLLM reads the ends of transfers only after update_connector_output."""
-    connector, extra = VARIANTS[name]
-    case_of_both = SPEC.cases[case]
-    report = run_and_judge(
-        Variant(case_of_both, "vllm", "sync", "v1", 1, case_of_both.config.block_size),
-        Target(connector, {"store": "{tmp}", **extra}, stall_seconds=0.1),
-        SPEC,
-        seed=0,
-        tmp=tmp_path / "run",
-    )
+    report = judged_variant(name, SPEC.cases[case], tmp_path)
     assert failed(report) == []
     reports = select(report.trace, "transfer.reported")
     assert reports and all(e["rank"] == -1 for e in reports if e["direction"] == "send")
