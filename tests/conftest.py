@@ -62,12 +62,11 @@ def _situations_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _threads_of_earlier_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def _threads_of_earlier_tests() -> None:
     """Take the threads that earlier tests have left for those before any connector.
 
     Otherwise every run that forks would begin in a fresh interpreter, which imports vLLM.
     """
     alive = sys.modules.get("kvconform.process.alive")
     if alive is not None:
-        monkeypatch.setattr(alive._Ours, "process", None)
-        alive.remember()
+        alive.begin()

@@ -459,6 +459,9 @@ def _outcomes(names: list[str], jobs: int | None, where: Choice) -> Iterator[Out
 
 def _done(piece: Piece) -> Outcome | list[Control]:
     """Do a piece of work in a worker."""
+    from kvconform.process import alive
+
+    alive.begin()  # what other defects have left is not to be waited for
     if isinstance(piece, Plan):
         return plan([known_defects()[name] for name in piece.names], specification())
     return _run_control(piece) if isinstance(piece, Control) else examine_named(piece)

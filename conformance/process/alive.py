@@ -67,10 +67,14 @@ def remember() -> None:
     process counts; call it before the connector is imported.
     """
     if _Ours.process != os.getpid():
-        _begin()
+        begin()
 
 
-def _begin() -> None:
+def begin() -> None:
+    """Take what the process has now for what it had before connectors.
+
+    For a process that judges several connectors: what one has left is not the next one's.
+    """
     _Ours.alive, _Ours.native, _Ours.process = Alive.now(), _native(), os.getpid()
 
 
@@ -161,4 +165,4 @@ def _sockets() -> set[str]:
     return {name for name in found if name.startswith("socket:")}
 
 
-_begin()
+begin()

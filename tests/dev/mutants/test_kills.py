@@ -20,6 +20,8 @@ from places import ROOT
 RECORDED = ROOT / page.RESULTS
 SAMPLE = 1
 """Mutants of each subject; all of them are judged every night."""
+OF_EVERY_KIND = ("reference", "template", "simple-cpu-offload")
+"""Subjects that are sampled at every change; the others every night."""
 
 
 def again(folder: Path, *arguments: str) -> tuple[int | None, str]:
@@ -39,7 +41,13 @@ typer.run(main)
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", list(subjects()))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in OF_EVERY_KIND else pytest.mark.long)
+        for name in subjects()
+    ],
+)
 def test_a_sample_of_the_recorded_kills_is_killed_still(name: str, tmp_path: Path) -> None:
     problem = lacks(subjects()[name], ROOT)
     if problem is not None:
