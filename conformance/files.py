@@ -86,6 +86,13 @@ def why_not(folder: Path, error: OSError) -> str:
 
 
 @cache
+def broken_toml(path: Path, error: ValueError) -> UsageError:
+    """Return the error for a file that tomllib cannot read, with the place of the mistake."""
+    if isinstance(error, UnicodeDecodeError):
+        return UsageError(f"{path} is not UTF-8, which TOML must be: byte {error.start} is not")
+    return UsageError(f"{path} is not valid TOML: {error}")
+
+
 def scratch_root() -> str | None:
     """Return the parent of the stores of a run, as `dir` of tempfile; None: tempfile's default.
 

@@ -170,11 +170,14 @@ def _check_class(symbol: str, pythonpath: Sequence[str]) -> list[Path]:
     """
     module, _, name = symbol.partition(":")
     sources: list[Path] = []
+    is_package = True
     for full, found in located(module, pythonpath):
         if found is None and full == module.partition(".")[0]:
             return []  # found by an import hook, which cannot be asked about what is below
         if found is None:
-            raise UsageError(f"there is no module {full!r}, which {symbol!r} needs")
+            why = "" if is_package else f" ({full.rpartition('.')[0]} is no package)"
+            raise UsageError(f"there is no module {full!r}{why}, which {symbol!r} needs")
+        is_package = found.submodule_search_locations is not None
         if (found.origin or "").endswith(".py"):
             sources.append(Path(found.origin or ""))
     if found is None or not (found.origin or "").endswith(".py"):

@@ -35,6 +35,7 @@ from kvconform.contract.case import SLOW, Device
 from kvconform.contract.loader import in_words
 from kvconform.contract.profile import Expected
 from kvconform.errors import UsageError, did_you_mean
+from kvconform.files import broken_toml
 from kvconform.process.server import ServerSpec
 from kvconform.process.watchdog import DEFAULT_LIMIT
 
@@ -355,7 +356,7 @@ def _table(path: Path) -> dict[str, Any] | None:
         content = path.read_bytes().decode(errors="replace")
         if path.name == "pyproject.toml" and "kvconform" not in content:
             return None  # it is broken, but has no settings of ours
-        raise UsageError(f"{path} is not valid TOML: {error}") from None
+        raise broken_toml(path, error) from None
     if path.name != "pyproject.toml":
         return data
     table = data.get("tool", {}).get("kvconform")

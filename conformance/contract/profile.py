@@ -144,7 +144,10 @@ def in_range(version: str, bounds: str | None) -> bool:
 
 
 def _iso_date(value: str) -> str:
-    date.fromisoformat(value)
+    try:
+        date.fromisoformat(value)
+    except ValueError:
+        raise ValueError("must be a day such as 2027-01-31") from None
     return value
 
 

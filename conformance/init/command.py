@@ -16,6 +16,7 @@ import typer
 from kvconform.compat.installed import check_vllm
 from kvconform.config.exists import check_connector_exists
 from kvconform.errors import EnvironmentProblem, UsageError
+from kvconform.files import broken_toml
 from kvconform.init import write
 from kvconform.init.find import Found, find, hands_over, named
 from kvconform.init.origin import Origin, origin
@@ -130,7 +131,7 @@ def _configured(repository: Path) -> tuple[str | None, str | None]:
         except FileNotFoundError:
             continue
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UsageError(f"{repository / name} is not valid TOML: {error}") from None
+            raise broken_toml(repository / name, error) from None
         table = data if name == SETTINGS else data.get("tool", {}).get("kvconform")
         if isinstance(table, dict):
             connector = table.get("connector")

@@ -59,7 +59,7 @@ def test_what_may_exist_is_left_to_the_workers(folder: Path, name: str) -> None:
         ("some_package.conn:Innner", "has no class 'Innner'; did you mean Inner"),
         ("some_package.conn:Imported", "has no class 'Imported'"),
         ("some_package.con:Inner", "there is no module 'some_package.con'"),
-        ("some_package.conn.deeper:Inner", "there is no module 'some_package.conn.deeper'"),
+        ("some_package.conn.deeper:Inner", r"\(some_package\.conn is no package\), which"),
         ("some_package.conn:helper", "has no class 'helper'$"),
         ("some_package.conn:json", "has no class 'json'$"),
         ("some_package.many:Metadata", r"'Metadata'; did you mean StoreMetadata\?$"),

@@ -111,7 +111,7 @@ def test_expected_failures(tmp_path: Path) -> None:
         ),
         (
             "[[expected-failures]]\nrequirement = 'a'\nreason = 'b'\nexpires = 'soon'",
-            "expected_failures.0.expires: invalid isoformat string",
+            "expected_failures.0.expires: must be a day such as 2027-01-31",
         ),
         ("file = 'x'", "unknown setting 'file'"),
         ("connector = ", "is not valid TOML: Invalid value"),
@@ -349,7 +349,7 @@ def test_a_file_that_cannot_be_read_is_a_sentence(
     file.write_bytes(b"\xff")
     with pytest.raises(UsageError, match="--extra-config: .* is not UTF-8"):
         parse_extra_config(f"@{file}")
-    with pytest.raises(UsageError, match="is not valid TOML"):
+    with pytest.raises(UsageError, match="is not UTF-8, which TOML must be: byte 0"):
         load({}, start=tmp_path)
 
     def refuses(*_: object, **__: object) -> str:
