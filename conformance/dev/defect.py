@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from kvconform import __version__
 from kvconform.contract.case import SLOW, Case, Engine, Scheduling, Variant
 from kvconform.contract.loader import Spec
+from kvconform.contract.profile import runs_in, select
 from kvconform.contract.requirement import Id, Model, Requirement
 from kvconform.contract.scenario import Scenario
 from kvconform.errors import Location, UsageError
@@ -26,6 +27,8 @@ from kvconform.process.watchdog import DEFAULT_LIMIT
 from kvconform.refimpl.faulty import Fault
 from kvconform.words import many
 
+GATE = "core"
+"""The profile that must find every defect that its cases can find."""
 REFERENCE = "kvconform.refimpl.connector:ReferenceConnector"
 Symbol = Annotated[str, Field(pattern=r"^[\w.]+:\w+$", description="package.module:name")]
 
@@ -98,10 +101,16 @@ class Defect(Model):
         return found
 
     def variants(self, spec: Spec) -> Iterator[Variant]:
-        """Yield all runs of its cases on its engines."""
+        """Yield the runs of its cases on its engines; of the gate's cases only those that it makes.
+
+        So a defect that the gate cannot find is not caught.
+        """
         slow = SLOW if self.emulate_cuda else None
+        _, in_gate = select(spec.profiles, GATE, (), spec.cases.values())
         for case in self.cases:
-            yield from driven(spec, case).variants(self.engines, self.scheduling, slow)
+            for variant in driven(spec, case).variants(self.engines, self.scheduling, slow):
+                if case not in in_gate or runs_in(spec.profiles, GATE, variant):
+                    yield variant
 
 
 def driven(spec: Spec, name: str) -> Case | Scenario:
@@ -137,7 +146,7 @@ def _problem(defect: Defect, spec: Spec) -> str | None:
         if requirement not in spec.requirements:
             return f"names {requirement}, which does not exist"
     if next(defect.variants(spec), None) is None:
-        return "has no run: none of its cases runs on its engines"
+        return f"has no run: in profile {GATE}, none of its cases runs on its engines"
     fails = [spec.requirements[name] for name in defect.fails]
     blamed = [
         requirement.id

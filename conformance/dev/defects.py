@@ -24,7 +24,6 @@ from unittest.mock import patch
 from kvconform.config.selection import Selection
 from kvconform.contract.case import SLOW, Device
 from kvconform.contract.loader import Spec, load_spec
-from kvconform.contract.profile import runs_in, select
 from kvconform.contract.requirement import Requirement
 from kvconform.dev.defect import (
     REFERENCE,
@@ -79,10 +78,6 @@ class Control:
             "servers": [server.model_dump() for server in self.servers],
         }
         return json.dumps(settings, sort_keys=True)
-
-
-GATE = "core"
-"""The profile that must find every defect that its cases can find."""
 
 
 def plan(defects: Iterable[Defect], spec: Spec) -> list[Control]:
@@ -239,29 +234,8 @@ def settled(outcome: Outcome, defect: Defect) -> Outcome:
         name: {verdict: len(alike.runs) for verdict, alike in verdicts.items()}
         for name, verdicts in outcome.passed_by.items()
     }
-    problem = difference(defect, set(outcome.failed), counts)
-    outcome.problem = problem or beside_the_gate(defect, outcome, specification())
+    outcome.problem = difference(defect, set(outcome.failed), counts)
     return outcome
-
-
-def beside_the_gate(defect: Defect, outcome: Outcome, spec: Spec) -> str:
-    """Return what is wrong if only runs that the gate leaves out of its cases find a defect.
-
-    The text is empty if one of its runs does, or none of the defect's cases is in the gate.
-    """
-    runs = {name for requirement in defect.fails for name in outcome.failed.get(requirement, [])}
-    _, cases = select(spec.profiles, GATE, (), spec.cases.values())
-    in_its_cases = [
-        variant
-        for variant in defect.variants(spec)
-        if variant.id in runs and variant.case.id in cases
-    ]
-    if not in_its_cases or any(runs_in(spec.profiles, GATE, each) for each in in_its_cases):
-        return ""
-    return (
-        f"only runs that profile {GATE} leaves out find it: {', '.join(sorted(runs))};"
-        " name a case, or an engine and a scheduling in its `matrix`, that the profile keeps"
-    )
 
 
 @contextmanager

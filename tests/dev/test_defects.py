@@ -37,7 +37,6 @@ from kvconform.dev.defects import (
     examine_apart,
     main,
     named,
-    settled,
 )
 from kvconform.errors import UsageError
 from kvconform.refimpl import defects as package
@@ -303,28 +302,18 @@ def test_an_outcome_that_is_not_as_listed_is_a_problem() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("runs", "wanted"),
-    [
-        (["async-v1-d2", "sync-v1-d1"], ""),
-        (["async-v1-d2"], "only runs that profile core leaves out find it: "),
-    ],
-)
-def test_a_defect_that_the_gate_leaves_out_is_a_problem(runs: list[str], wanted: str) -> None:
+def test_only_the_runs_that_the_gate_makes_are_made() -> None:
     defect = DEFECTS["looks-up-another-key"]
-    names = [f"lifecycle.local-recomputed[reference-{run}-b4]" for run in runs]
-    outcome = settled(Outcome(defect=defect.id, failed={"save.completeness": names}), defect)
-    assert outcome.problem.partition(";")[0] == wanted + (names[0] if wanted else "")
-
-
-def test_one_requirement_that_fails_in_the_gate_is_enough() -> None:
-    defect = DEFECTS["silently-partial-load"]
-    run = "lifecycle.fail-finish[reference-{}-b4]"
-    failed = {name: [run.format("async-v1-d2")] for name in defect.fails}
-    outcome = settled(Outcome(defect=defect.id, failed=failed), defect)
-    assert outcome.problem.startswith("only runs that profile core leaves out find it: ")
-    failed[defect.fails[0]].append(run.format("sync-v1-d1"))
-    assert settled(Outcome(defect=defect.id, failed=failed), defect).problem == ""
+    assert [each.id for each in defect.variants(SPEC)] == [
+        "lifecycle.local-recomputed[reference-sync-v1-d1-b4]"
+    ]
+    beside = defect.model_copy(update={"scheduling": ["async"]})
+    assert list(beside.variants(SPEC)) == []
+    # Of a case that the gate does not have, all are.
+    full = DEFECTS["negative-count-granted"]
+    assert len(list(full.variants(SPEC))) == sum(
+        len(list(SPEC.cases[case].variants(full.engines))) for case in full.cases
+    )
 
 
 def test_what_was_never_at_stake_is_told_from_what_passed(tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ def test_a_refusal_in_a_sentence_is_no_failure(tmp_path: Path) -> None:
     assert message.endswith(": only contiguous KV caches are supported")
 
 
-@pytest.mark.parametrize("kind", ["process", "interpreter"])
+@pytest.mark.parametrize("kind", ["process", pytest.param("interpreter", marks=pytest.mark.long)])
 def test_a_refusal_before_a_restart_is_no_failure(kind: str, tmp_path: Path) -> None:
     steps: Steps = [*STORED, {"restart": kind}, {"add": ASK}, RUN]
     restarts = make_case(steps, config={"groups": ["latent"]})

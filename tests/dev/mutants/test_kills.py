@@ -20,7 +20,7 @@ from places import ROOT
 RECORDED = ROOT / page.RESULTS
 SAMPLE = 1
 """Mutants of each subject; all of them are judged every night."""
-OF_EVERY_KIND = ("reference", "template", "simple-cpu-offload")
+OFTEN = ("reference", "template")
 """Subjects that are sampled at every change; the others every night."""
 
 
@@ -43,10 +43,7 @@ typer.run(main)
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in OF_EVERY_KIND else pytest.mark.long)
-        for name in subjects()
-    ],
+    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.long) for name in subjects()],
 )
 def test_a_sample_of_the_recorded_kills_is_killed_still(name: str, tmp_path: Path) -> None:
     problem = lacks(subjects()[name], ROOT)
