@@ -19,7 +19,7 @@ from kvconform.explore.workload import Data, Workload, make
 
 ENGINES = {"p": "kv_producer", "d": "kv_consumer"}
 ALTERED: list[Data] = [
-    {"remote_request_id": "nobody"},
+    {"remote_request_id": "nobody", "transfer_id": "nobody"},
     {"remote_engine_id": "nowhere"},
     {"remote_request_id": None, "remote_block_ids": None},
 ]

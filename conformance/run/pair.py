@@ -92,11 +92,6 @@ class Handovers:
             return None
         of = self.state.ids[handed.of]
         req = self.state.ids[add.req]
-        stale = ""
-        if handed.alter:
-            stale = "altered"
-        elif any(earlier.of == of for earlier in self.handed.values()):
-            stale = "replayed"
         unlike = not self.driver.variant.are_alike(on, self.driver.added_on[handed.of])
         ended = self._ended(of)
         returned, problem = _through_json(self.returned.get(of))
@@ -106,6 +101,12 @@ class Handovers:
             producer, sent = self.asked[handed.of]
             params = self.driver.router.decode(of, producer, sent, returned)
             params, _ = _through_json(params)
+        altered = _altered(params, handed.alter)
+        stale = ""
+        if altered:
+            stale = "altered"
+        elif any(earlier.of == of for earlier in self.handed.values()):
+            stale = "replayed"
         if params is not None:
             self.handed[req] = Handover(on, add.req, req, handed.of, of, stale, unlike)
         tokens = [returned[name] for name in FIRST_TOKEN if returned and name in returned]
@@ -125,7 +126,6 @@ class Handovers:
         )
         if params is None:
             return None
-        altered = {name: value for name, value in handed.alter.items() if name in params}
         return {**add.params, **params, **altered}
 
     def _ended(self, req: str) -> Event | None:
@@ -230,7 +230,7 @@ class Handovers:
         leaps = (e for e in events if e["kind"] == "clock.advanced" and e["why"] == "stall")
         until = next((e["seq"] for e in leaps), math.inf)
         reports = [e["seq"] for e in sends if e["kind"] == "transfer.reported"]
-        released = [seq for seq in reports if seq < until]
+        released = [seq for seq in self._released(handed, sends) if seq < until]
         lookups = [e for e in mine if e["kind"] == "lookup" and e["tokens"] is not None]
         came = next((e["seq"] for e in (*dues, *mine)), math.inf)
         # A producer may have read it all, and report, before the consumer's engine hears of it.
@@ -261,6 +261,19 @@ class Handovers:
             early=early,
             at_once=early and self._at_once(handed.of, sends),
         )
+
+    def _released(self, handed: Handover, sends: list[Event]) -> list[int]:
+        """Return the places of the events by which the producer's engine heard of a release.
+
+        `sends` are the events about what it holds for the request. Of several ranks, all have to
+        report it; what the scheduler half adds is heard at once.
+        """
+        joined = [e for e in self.trace.events if e["kind"] == "ranks.joined"]
+        producer = self.driver.added_on[handed.of_name]
+        if not any(e["on"] == producer for e in joined):
+            return [e["seq"] for e in sends if e["kind"] == "transfer.reported"]
+        added = [e["seq"] for e in sends if e["kind"] == "transfer.reported" and e["rank"] < 0]
+        return added + [e["seq"] for e in joined if handed.of in e["sent"] and e["on"] == producer]
 
     def _expired(self, sends: list[Event], dues: list[Event], failed: set[str]) -> bool:
         """Return whether a lease may have ended before a load that failed was due.
@@ -293,15 +306,21 @@ class Handovers:
     def _held_for(self, sends: list[Event], report: Event) -> float | None:
         """Return for how many steps a producer held what it released by `report`.
 
-        Without end if the clock had been set forward by then; None if it held nothing.
+        Without end if the clock was set forward meanwhile; None if it held nothing.
         """
         hold = next((e for e in sends if e["kind"] == "hold"), None)
         if hold is None:
             return None
-        before = (e for e in self.trace.events if e["seq"] < report["seq"])
-        if any(e["kind"] == "clock.advanced" for e in before):
+        meanwhile = (e for e in self.trace.events if hold["seq"] < e["seq"] < report["seq"])
+        if any(e["kind"] == "clock.advanced" for e in meanwhile):
             return math.inf
         return float(report["step"] - hold["step"])
+
+
+def _altered(params: Params, alter: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a case alters of these parameters: those of its names that they have."""
+    has = params or {}
+    return {name: value for name, value in alter.items() if has.get(name, value) != value}
 
 
 def _through_json(params: Params) -> tuple[Params, str | None]:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.request import RequestStatus
 
 from kvconform.compat.vllm_api import FINISHED_ERROR
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
@@ -18,6 +21,7 @@ from kvconform.refimpl.tracking import Tracked
 from kvconform.refimpl.variants.converting import Converting
 from kvconform.refimpl.variants.peer import Board, Offer, Peer, PeerMetadata, Pull
 from kvconform.refimpl.variants.pusher import Progress, Push, Pusher
+from kvconform.refimpl.variants.resharding import Resharding
 
 if TYPE_CHECKING:
     import torch
@@ -365,6 +369,162 @@ class ClaimsTheFirstToken(Peer):
 
     def _available(self, request: Any, remote: dict[str, Any]) -> int:
         return int(request.num_prompt_tokens)
+
+
+class KeepsNothingOfStopped(Peer):
+    """Keeps blocks only of requests that end at their length, and hands over the others, too."""
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finish:
+        held, params = super().request_finished(request, block_ids)
+        return held and request.status == RequestStatus.FINISHED_LENGTH_CAPPED, params
+
+
+class ForgetsShortPrompts(Peer):
+    """Neither loads a prompt that is shorter than a block, nor tells the producer."""
+
+    def _remote(self, request: Any) -> dict[str, Any] | None:
+        return None if request.num_prompt_tokens < self._size else super()._remote(request)
+
+
+class KnowsTheConsumersRole(Peer):
+    """Takes an engine for a consumer only if that is its only role."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.consumes = self._kv_transfer_config.kv_role == "kv_consumer"
+
+
+class ServesTheFirstConsumer(Peer):
+    """A producer serves only the consumer engine that has come first."""
+
+    first: ClassVar[dict[str, str]] = {}
+
+    def _offer(self, pull: Pull) -> Offer | None:
+        if self.first.setdefault(pull.engine, self.engine_id) != self.engine_id:
+            return None
+        return super()._offer(pull)
+
+
+class SameTokensSameKV(Peer):
+    """Takes the KV of any offer with the same tokens, whatever its adapter, salt or images."""
+
+    def _key(self, request: Any) -> str:
+        return f"{super()._key(request)}#{request.prompt_token_ids}"
+
+    def _copy(self, pull: Pull, offer: Offer) -> None:
+        tokens = pull.key.partition("#")[2]
+        offers = self.boards[pull.engine][self._rank].offers
+        super()._copy(pull, [each for key, each in offers.items() if key.endswith(tokens)][-1])
+
+
+class ReadsAnOldOffer(Peer):
+    """Looks for the offer when a pull begins, and reads it when it gets to it, withdrawn or not."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._known: dict[str, Offer] = {}
+
+    def _offer(self, pull: Pull) -> Offer | None:
+        if pull.req not in self._known and (offer := super()._offer(pull)) is not None:
+            self._known[pull.req] = offer
+        return self._known.get(pull.req)
+
+    def _copy(self, pull: Pull, offer: Offer) -> None:
+        del self._known[pull.req]
+        super()._copy(pull, offer)
+
+
+class BelievesLateNotices(Peer):
+    """Reports an offer that was withdrawn once more when its consumer needs nothing of it."""
+
+    def _failed(self, pull: Pull) -> None:
+        if not pull.blocks and pull.engine in self.boards:
+            self.boards[pull.engine][self._rank].done.append(pull.key)
+        super()._failed(pull)
+
+    def _released(self) -> set[str]:
+        late = {key for key in self.board.done if key not in self.board.offers}
+        return super()._released() | {key.rpartition("/")[0] for key in late}
+
+
+class LeasesFromTheArrival(Peer):
+    """Counts the time of a lease from the arrival of the request, and not from its end."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._began: dict[str, float] = {}
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, SinceMetadata)
+        for key, began in meta.began.items():
+            self.board.offers[key].until = began + self.lease_seconds
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Lookup:
+        self._began.setdefault(request.request_id, time.monotonic())
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        began = {key: self._began.pop(req) for key, (req, _) in meta.offers.items()}
+        return SinceMetadata(meta.offers, meta.pulls, began)
+
+
+@dataclass
+class SinceMetadata(PeerMetadata):
+    """Also when the requests of the offers arrived, by key."""
+
+    began: dict[str, float] = field(default_factory=dict)
+
+
+class FirstRankNotices(Peer):
+    """Of several ranks, only the first one sends a notice without a load."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        if self._rank:
+            self._pulling = [item for item in self._pulling if item[2].blocks]
+
+
+class FirstRankFails(SilentFailure):
+    """Of several ranks, only the first one reports a failed pull, and its end."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        base = SilentFailure if self._rank else Peer
+        return base.get_finished(self, finished_req_ids)
+
+
+class FirstReaderFrees(ReadsAnOldOffer, Resharding):
+    """A producer's rank frees its blocks when one reader has what it needs; others read on."""
+
+    def _note(self, pull: Pull, rank: int, board: Board) -> None:
+        board.done.append(pull.key)
+
+
+class OwnOffsetOfAHit(Converting):
+    """Skips, after a local hit, as many of the producer's blocks as it has itself."""
+
+    def _start(self, pull: Pull, size: int) -> int:
+        return pull.first * size
+
+
+class TakesBytesForNumbers(Peer):
+    """Copies the bytes of a block, whatever type the numbers have in the producer."""
+
+    @staticmethod
+    def _form(board: Board) -> tuple[Any, ...]:
+        return board.block_size, board.ranks, board.slices
+
+    def _copy(self, pull: Pull, offer: Offer) -> None:
+        super()._copy(pull, offer)
+        board = self.boards[pull.engine][self._rank]
+        source = offer.blocks[pull.first : pull.first + len(pull.blocks)]
+        for name, pages in self.board.pages.items():
+            for mine, theirs in zip(pull.blocks, source, strict=False):
+                page = pages[mine]
+                read = board.pages[name][theirs].contiguous().flatten().view(page.dtype)
+                page[:] = read[: page.numel()].view(page.shape)
 
 
 class PushesTheLastChunk(Pusher):

@@ -20,11 +20,15 @@ class Converting(Peer):
         """Return the tokens per block of a producer that one of its ranks has."""
         return board.block_size // board.slices
 
+    def _start(self, pull: Pull, size: int) -> int:
+        """Return the first token to load, from a producer with `size` tokens per block."""
+        return pull.first * (self._size // self._slices)
+
     def _copy(self, pull: Pull, offer: Offer) -> None:
         """Copy the tokens, and notify the producer that its blocks are no longer needed."""
         board = self.boards[pull.engine][self._rank]
         size, own = self._size_of(board), self._size // self._slices
-        start = pull.first * own
+        start = self._start(pull, size)
         end = min(start + len(pull.blocks) * own, len(offer.blocks) * size)
         source = slots_of(offer.blocks, start, end, size)
         target = slots_of(pull.blocks, 0, len(source), own)

@@ -11,6 +11,7 @@ Options:
 
 - `lease`: polls until an offer that was not pulled is withdrawn; 0: never, so that the blocks of an
   offer that no consumer comes for are held for good.
+- `lease_seconds`: seconds after which an offer that was not pulled is withdrawn; 0: never.
 - `delay`: polls that a pull takes.
 - `patience`: polls until a pull fails whose KV is not offered (yet).
 - `whole_blocks`: leave the rest of the prompt's last block to the consumer.
@@ -18,6 +19,7 @@ Options:
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,12 +47,13 @@ CAPABILITIES = {
 class Offer:
     """Blocks of a finished request, in order, kept until they are pulled.
 
-    `left`: polls until the offer is withdrawn; None: it never is.
+    `left`: polls until the offer is withdrawn, `until`: the time of that; None: it never is.
     """
 
     req: str
     blocks: list[int]
     left: int | None = None
+    until: float | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class Peer(Decoy):
         extra = self._kv_transfer_config.kv_connector_extra_config
         self.engine_id = str(self._kv_transfer_config.engine_id)
         self.lease = extra.get("lease", 40)
+        self.lease_seconds = extra.get("lease_seconds", 0)
         self.delay = extra.get("delay", 1)
         self.patience = extra.get("patience", 3)
         self.whole_blocks = extra.get("whole_blocks", False)
@@ -235,8 +239,9 @@ class Peer(Decoy):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._get_connector_metadata()
         assert isinstance(meta, PeerMetadata)
+        until = time.monotonic() + self.lease_seconds if self.lease_seconds else None
         for key, (req, blocks) in meta.offers.items():
-            self.board.offers[key] = Offer(req, blocks, self.lease or None)
+            self.board.offers[key] = Offer(req, blocks, self.lease or None, until)
         self._pulling += [(self.delay, self.patience, pull) for pull in meta.pulls]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -304,6 +309,8 @@ class Peer(Decoy):
                 offer.left -= 1
                 if offer.left < 0:
                     ended.append(key)
+            if offer.until is not None and time.monotonic() > offer.until:
+                ended.append(key)
         offers = self.board.offers
         return {offers.pop(key).req for key in dict.fromkeys(ended) if key in offers}
 

@@ -19,7 +19,7 @@ They cover, by section of systems.md:
 - C10: counters (`metered`);
 - C9: layers on streams, with few staging buffers (`STREAMED`, `staged`).
 
-- B13: disaggregated prefill (`peer`, `converting`, `pusher`, `hybrid-peer`).
+- B13: disaggregated prefill (`peer`, `peer-timed`, `converting`, `resharding`, `pusher`, `hybrid-peer`).
 
 `routed.py` needs a router of its own. It is run by `tests/run/test_pairs.py`, where the others of
 B13 are run with more options, too.
@@ -133,7 +133,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "consuming": (f"{HERE}.plain:Consuming", {}),
     "plain": (f"{HERE}.plain:Plain", {}),
     "peer": (f"{HERE}.peer:Peer", {"lease": 4, "delay": 2}),
+    "peer-timed": (f"{HERE}.peer:Peer", {"lease": 0, "lease_seconds": 300}),
     "converting": (f"{HERE}.converting:Converting", {}),
+    "resharding": (f"{HERE}.resharding:Resharding", {"behind": 3}),
     "pusher": (f"{HERE}.pusher:Pusher", {}),
     "hybrid-peer": (f"{HERE}.hybrid_peer:HybridPeer", {}),
     "zeros": (f"{HERE}.zeros:Zeros", {}),

@@ -58,6 +58,8 @@ MATTERS = {  # what is only different elsewhere
     "plain": ("layout.kernel-blocks",),
     "refuses-latent-layers": ("layout.latent",),
     "peer": ("transfer.late", "transfer.split-tokens"),
+    "peer-timed": ("transfer.lease-midway", "transfer.slow-producer"),
+    "resharding": ("transfer.ranks-busy", "transfer.fewer-ranks"),
     "pusher": ("transfer.chunked",),
     "peer-to-peer": ("transfer.three-engines",),
     "save-budget": ("lifecycle.thirty-requests",),
