@@ -72,15 +72,17 @@ class WorkerRequest:
 
     `chain` has the contents of all known tokens, sampled ones included. `tables` are the block
     tables, one per group. Blocks that have left a window stay in them and are never read, as in
-    vLLM's worker. `valid_end` is the end of the final KV. `newest` is the column of the block table
-    with the recurrent state behind it; None: that of the block which ends there or later.
-    `is_pooling`: it ends with a vector for its prompt.
+    vLLM's worker. `listed` are the lists of a SchedulerOutput that are extended with the tables.
+    `valid_end` is the end of the final KV. `newest` is the column of the block table with the
+    recurrent state behind it; None: that of the block which ends there or later. `is_pooling`: it
+    ends with a vector for its prompt.
     """
 
     chain: Chain
     prompt_len: int
     script: Script
     tables: list[list[int]] = field(default_factory=list)
+    listed: Sequence[list[int]] = ()
     valid_end: int = 0
     newest: int | None = None
     in_batch: bool = False
@@ -184,10 +186,21 @@ class Batch:
 
     `lookup(req_id)` returns what the harness knows of a request: incarnation, identity and script.
     `groups`: the model's KV cache groups; one with blocks of `block_size` if none are given.
+    `extends_lists`: append new blocks to the lists of the SchedulerOutput that listed the request
+    first, as model runner V1 does in the scheduler's own process
+    (v1/worker/gpu_model_runner.py: GPUModelRunner._update_states).
     """
 
-    def __init__(self, block_size: int, lookup: Lookup, groups: Sequence[Group] = ()) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        lookup: Lookup,
+        groups: Sequence[Group] = (),
+        *,
+        extends_lists: bool = False,
+    ) -> None:
         self.lookup = lookup
+        self.extends_lists = extends_lists
         self.sizes = [group.block_size for group in groups] or [block_size]
         self.recurrent = [group.recurrent for group in groups] or [False]
         # Tokens per block of recurrent layers, which all have the same.
@@ -207,7 +220,7 @@ class Batch:
             state = self.requests[req]
             blocks = cached.new_block_ids[index]
             if req in resumed:
-                state.tables = _copied(blocks)
+                self._give(state, blocks)
                 state.valid_end = cached.num_computed_tokens[index]
                 state.newest = None
                 tokens = cached.all_token_ids.get(req)
@@ -215,8 +228,9 @@ class Batch:
                     self._align(state, list(tokens))
                     continue
             else:
-                for table, more in zip(state.tables, blocks or (), strict=False):
-                    table += more
+                for tables in (state.tables, state.listed):
+                    for table, more in zip(tables, blocks or (), strict=False):
+                        table += more
             # Forget the outputs that the engine dropped.
             state.chain.truncate(state.prompt_len + cached.num_output_tokens[index])
 
@@ -234,17 +248,22 @@ class Batch:
         if known is not None and known.chain.generation == generation:
             self._align(known, list(tokens))
             known.prompt_len = len(prompt)  # a session's output becomes a part of its prompt
-            known.tables = _copied(new.block_ids)
+            self._give(known, new.block_ids)
             known.valid_end = new.num_computed_tokens
             known.newest = None
             return
         state = WorkerRequest(Chain(new.req_id, generation, identity), len(prompt), script)
         for token in tokens:
             state.chain.append(token)
-        state.tables = _copied(new.block_ids)
+        self._give(state, new.block_ids)
         state.valid_end = new.num_computed_tokens
         state.is_pooling = getattr(new, "pooling_params", None) is not None
         self.requests[new.req_id] = state
+
+    def _give(self, state: WorkerRequest, blocks: Sequence[list[int]]) -> None:
+        state.tables = [list(table) for table in blocks]
+        if self.extends_lists:
+            state.listed = blocks
 
     @staticmethod
     def _align(state: WorkerRequest, tokens: list[int]) -> None:
@@ -328,10 +347,6 @@ class Batch:
 def _last_column(end: int, size: int) -> int:
     """Return the column of a block table with the last of `end` tokens; `size`: of a block."""
     return -(-end // size) - 1
-
-
-def _copied(blocks: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [list(table) for table in blocks]
 
 
 @dataclass

@@ -102,7 +102,7 @@ def build(
             raise
     if inspection is not None:
         _inspect_classes(trace, variant, target, ranks.leader, tmp, inspection)
-    _build_workers(variant, trace, view, memory)
+    _build_workers(variant, trace, view, memory, pickled=is_pickled)
     with noted(trace, "start", target.resolve()) if connected else nullcontext():
         view.scheduler = build_scheduler(
             variant, config, of_scheduler(ranks.first.cache_config), with_connector=connected
@@ -266,11 +266,22 @@ def _inspect_instance(trace: Trace, connector: Any) -> None:
         trace.emit("api", item=item, ok=ok, detail=detail)
 
 
-def _build_workers(variant: Variant, trace: Trace, view: EngineView, memory: Memory) -> None:
-    """Give each rank its oracle, worker and lifecycle, and register the KV caches."""
+def _build_workers(
+    variant: Variant, trace: Trace, view: EngineView, memory: Memory, *, pickled: bool
+) -> None:
+    """Give each rank its oracle, worker and lifecycle, and register the KV caches.
+
+    `pickled`: the workers get copies of what the scheduler puts out, as several ranks do.
+    """
     settings = variant.case.config
     ranks = view.ranks
-    batch = view.batch = Batch(variant.block_size, view.incarnation, ranks.leader.cache.groups)
+    in_process = not pickled and len(ranks.members) == 1
+    batch = view.batch = Batch(
+        variant.block_size,
+        view.incarnation,
+        ranks.leader.cache.groups,
+        extends_lists=in_process and variant.runner == "v1",
+    )
     for rank in ranks.members:
         oracle = Oracle(rank.cache, rank.registry, trace, view.held_blocks)
         kind = Worker if rank is ranks.leader else Follower

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -16,9 +17,14 @@ from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.plan import Load, ReferenceMetadata
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorMetadata,
+        KVConnectorRole,
+    )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 
@@ -88,6 +94,53 @@ class UsesBuffersUp(_Kept):
         free: list[int] = self.__dict__.setdefault("_free", list(range(1_000)))
         if free:
             free.pop()
+
+
+class KeepsBuffersOfFailures(ReferenceConnector):
+    """Takes a buffer for every load, gives it back after the load, and not if that failed."""
+
+    def _load(self, load: Load, *args: Any) -> None:
+        free: list[int] = self.__dict__.setdefault("_free", list(range(16)))
+        buffer = free.pop()
+        before = set(self._invalid)
+        super()._load(load, *args)
+        if self._invalid == before:
+            free.append(buffer)
+
+
+class HoldsForEveryAdmission(ReferenceConnector):
+    """Holds what a request loads at each admission, and lets go once, when the request ends.
+
+    It stores nothing when 100 chunks are held.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._held: Counter[str] = Counter()
+        self._loaded: set[str] = set()
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self._loaded.add(request.request_id)
+            self._held.update(self._keys(request, [], request.num_tokens))
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
+        if request.request_id in self._loaded:
+            self._loaded.remove(request.request_id)
+            self._held.subtract(self._keys(request, [], request.num_tokens))
+            self._held = +self._held
+        return super().request_finished(request, block_ids)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, ReferenceMetadata)
+        is_full = self._held.total() >= 100
+        return replace(metadata, saves=metadata.saves[:0]) if is_full else metadata
 
 
 class LosesRoom(ReferenceConnector):

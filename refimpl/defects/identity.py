@@ -24,6 +24,22 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+class KeysEmbeddingsAlone(ReferenceConnector):
+    """Keys a prompt of embeddings by these, without salt and adapter."""
+
+    def _keys(self, request: Request, keys: list[str], end: int) -> Sequence[str]:
+        if request.prompt_embeds is None or keys:
+            return super()._keys(request, keys, end)
+        plain = SimpleNamespace(
+            cache_salt=None,
+            lora_request=None,
+            prompt_embeds=request.prompt_embeds,
+            mm_features=request.mm_features,
+            all_token_ids=request.all_token_ids,
+        )
+        return super()._keys(plain, keys, end)  # type: ignore[arg-type]
+
+
 class _PartialIdentity(ReferenceConnector):
     """Builds keys from a request with some attributes replaced, those of `_identity`."""
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -13,12 +14,35 @@ from kvconform.compat.vllm_api import FINISHED_ERROR
 from kvconform.refimpl.connector import Finish, Lookup, ReferenceConnector
 from kvconform.refimpl.paging import write_slots
 from kvconform.refimpl.plan import Load, Save
+from kvconform.refimpl.tracking import Tracked
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+class KeepsTheEnginesLists(ReferenceConnector):
+    """Keeps the lists of blocks of the SchedulerOutput, which model runner V1 extends, too."""
+
+    def _extend_table(
+        self, tracked: Tracked, new_blocks: Sequence[Sequence[int]] | None, replaces: bool
+    ) -> None:
+        if replaces and new_blocks:
+            tracked.table = new_blocks[0]  # type: ignore[assignment]
+        else:
+            super()._extend_table(tracked, new_blocks, replaces)
+
+
+class NamesFilesByRequest(ReferenceConnector):
+    """Has a file for each save, which has the request's id as its name."""
+
+    def _save(self, epoch: int, save: Save, layers: Iterable[str]) -> None:
+        path = Path(self.options.store, save.req)
+        path.touch()
+        super()._save(epoch, save, layers)
+        path.unlink()
 
 
 class NoneMetadata(ReferenceConnector):

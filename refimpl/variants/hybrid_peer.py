@@ -117,7 +117,9 @@ class HybridPeer(Peer, SupportsHMA):
         assert isinstance(meta, GroupedMetadata)
         for key, tables in meta.tables.items():
             offer = self.board.offers[key]
-            self.board.offers[key] = GroupedOffer(offer.req, offer.blocks, offer.left, offer.until, tables)
+            self.board.offers[key] = GroupedOffer(
+                offer.req, offer.blocks, offer.left, offer.until, tables
+            )
 
     def _copy(self, pull: Pull, offer: Offer) -> None:
         """Copy what is in the consumer's windows; fail if the producer's have gone on since."""
