@@ -832,12 +832,13 @@ _kind(
     "plan",
     "plan",
     "op:str req:str generation:int start:int end:int timing:str key:str? computed:int "
-    "scheduled:int known:int placeholders:int renewed:int slots:int? kept:bool",
+    "scheduled:int known:int placeholders:int renewed:int slots:int? kept:bool loading:bool",
     "What the connector's metadata plans to do. renewed = how often the request was admitted, or "
     "any load failed or the connector's cache was reset before: after each, KV may be stored "
     "again. slots = those of the request's block table (None: it holds no blocks, or has several "
     "tables); kept = it is a save of a request without blocks, and others than the requests "
-    "hold blocks: the connector, or the engine for steps in flight.",
+    "hold blocks: the connector, or the engine for steps in flight. loading = the engine waits for "
+    "the end of an asynchronous load of the request.",
 )
 
 # -- cache: from an Inspector that shows the cache behind the connector, too

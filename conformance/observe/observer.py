@@ -392,6 +392,7 @@ class Observer:
             renewed=self._losses + self._admissions[incarnation],
             slots=slots,
             kept=entry["op"] == "save" and slots is None and self._holds_blocks(),
+            loading="recv" in self.held.get(entry["req"], ()),
         )
 
     def _holds_blocks(self) -> bool:

@@ -170,6 +170,7 @@ class Telemetry:
         self.groups = groups
         switch = getattr(config, "kv_events_config", None)
         self.publishes = switch is not None and switch.enable_kv_cache_events
+        self.has_own_hashes = False
         """Whether KV events are switched on, or the connector has published some nevertheless."""
         self.announced = Announced()
         """What this engine has announced."""
@@ -257,13 +258,15 @@ class Telemetry:
     def _false_claim(self, event: Any, hashes: list[Any], tokens: list[int], size: Any) -> str:
         """Return what an event reports wrongly about blocks whose hashes the engine knows, or "".
 
-        Hashes of the connector's own are not checked.
+        Hashes of the connector's own are not checked. Once there are some, nothing says which
+        blocks were announced.
         """
         if not isinstance(size, int) or size <= 0 or len(tokens) != len(hashes) * size:
             return ""
         for number, key in enumerate(hashes):
             block = self.book.blocks.get(key)
             if block is None:
+                self.has_own_hashes = True
                 continue
             own_tokens = tokens[number * size : (number + 1) * size]
             problem = self._differs(block, event, own_tokens, number, hashes, size)
@@ -316,7 +319,7 @@ class Telemetry:
         expected_end = self.book.reach(request, self.announced.tokens, local)
         finds_more = expected_end < (local + tokens) // size * size
         untold: Iterable[Any] = ()
-        if self.publishes and self.is_alone() and finds_more:
+        if self.publishes and not self.has_own_hashes and self.is_alone() and finds_more:
             untold = self.book.between(
                 request, expected_end, local + tokens if self.groups > 1 else None
             )

@@ -19,7 +19,8 @@ They cover, by section of systems.md:
 - C10: counters (`metered`);
 - C9: layers on streams, with few staging buffers (`STREAMED`, `staged`).
 
-- B13: disaggregated prefill (`peer`, `peer-timed`, `converting`, `resharding`, `pusher`, `hybrid-peer`).
+- B13: disaggregated prefill (`peer`, `peer-timed`, `converting`, `resharding`, `pusher`,
+  `hybrid-peer`).
 
 `routed.py` needs a router of its own. It is run by `tests/run/test_pairs.py`, where the others of
 B13 are run with more options, too.
