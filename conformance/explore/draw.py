@@ -18,6 +18,11 @@ from kvconform.explore.schedule import NAMES, Schedule
 from kvconform.explore.workload import Data, Workload, make
 
 ENGINES = {"p": "kv_producer", "d": "kv_consumer"}
+OTHERWISE: list[Data] = [{"tensor_parallel": 2}, {"cache_dtype": "bfloat16"}]
+"""What one of two engines may have otherwise than the other, beside its blocks."""
+IDENTITIES: list[Data] = [{}] * 6 + [{"lora": "one"}, {"salt": "one"}]
+LEASED: Data = {"idle": {"steps": 12, "seconds": 1200}}
+"""Time in which any lease ends."""
 ALTERED: list[Data] = [
     {"remote_request_id": "nobody", "transfer_id": "nobody"},
     {"remote_engine_id": "nowhere"},
@@ -95,21 +100,27 @@ def pair_steps(dice: Dice, block: int) -> tuple[list[Data], int]:
     found: list[Data] = []
     count = dice.number(1, 2)
     longest = 0
-    for number in range(1, count + 1):
+    identities = [dice.pick(IDENTITIES) for _ in range(count)]
+    for number, identity in enumerate(identities, 1):
         length = max(2, dice.number(1, 4) * block + dice.pick([-1, 0, 1, 2]))
         longest = max(longest, length)
         # A producer that generates more than one token offers more than the consumer wants.
         tokens = dice.pick([1] * 7 + [block + 2])
         longest = max(longest, length + tokens)
         add: Data = {"req": f"p{number}", "prompt": length, "max_tokens": tokens, "hand_over": True}
-        found.append({"add": add})
+        if number > 1 and identity != identities[0] and dice.one_in(2):
+            add["prompt"] = {"same": "p1"}
+        if dice.one_in(8):
+            add["stop_at"] = 0
+        found.append({"add": add | identity})
         found += [{"step": dice.number(1, 2)}] * dice.number(0, 1)
         if dice.one_in(6):
             found.append({dice.pick(["abort", "preempt"]): f"p{number}"})
     if not dice.one_in(8):
         found.append({"run": {"until": f"p{count}"}})
+    found += [LEASED] * dice.one_in(12)
     found.append({"on": "d"})
-    for number in range(1, count + 1):
+    for number, identity in enumerate(identities, 1):
         source, name = f"p{number}", f"d{number}"
         handed: str | Data = source
         if dice.one_in(8):
@@ -120,8 +131,9 @@ def pair_steps(dice: Dice, block: int) -> tuple[list[Data], int]:
             "max_tokens": dice.pick([1, 4, 7]),
             "handed": handed,
         }
-        found.append({"add": add})
+        found.append({"add": add | identity})
         found += [{"step": dice.number(1, 3)}] * dice.number(0, 1)
+        found += [{"on": "p"}, LEASED, {"on": "d"}] * dice.one_in(12)
         found += [{dice.pick(["abort", "preempt"]): name}] * dice.one_in(4)
     if dice.one_in(4):
         again, longer = _replayed(dice, block)
@@ -307,10 +319,13 @@ def one(
         elif engine == "vllm" and needs is None and dice.one_in(3):
             other = dice.pick(["sliding", "state"])
             extra |= {"groups": ["full", other], "window": dice.pick([5, 6, 8, 11])}
-        elif dice.one_in(3):
-            extra["engines"][name] = {"role": ENGINES[name], "num_blocks": 96}
+        elif dice.one_in(2):
+            own: Data = dice.pick([{"num_blocks": 96}] * 2 + OTHERWISE)
+            extra["engines"][name] = {"role": ENGINES[name], **own}
         elif dice.one_in(3):
             extra["cache_dtype"] = "fp8"
+        elif needs is None and dice.one_in(3):
+            extra["engines"] = dict.fromkeys(ENGINES, "kv_both")
         elif dice.one_in(2):
             extra |= dice.pick([{"graphs": True}, {"load_failure_policy": "fail"}])
     else:

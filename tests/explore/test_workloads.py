@@ -142,7 +142,7 @@ def test_every_step_and_property_of_a_request_is_drawn() -> None:
 
 
 def test_layouts_ranks_and_groups_that_few_models_have() -> None:
-    drawn_ones = some(3000)
+    drawn_ones = some(4000)
     restarts = [
         step["restart"]
         for workload in drawn_ones
