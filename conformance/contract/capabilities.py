@@ -93,8 +93,8 @@ CAPABILITIES: dict[str, Capability] = {
     "best_effort": Capability(
         False,
         _YES_NO,
-        "stores or loads less, or nothing, when it is busy, when it is not worth it, or for requests "
-        "that it leaves alone, such as those with adapters or images",
+        "stores or loads less, or nothing, when it is busy, when it is not worth it, or for "
+        "requests that it leaves alone, such as those with adapters or images",
     ),
     "synthesises_kv": Capability(False, _YES_NO, "makes KV that no engine computed"),
     "non_prefix_reuse": Capability(

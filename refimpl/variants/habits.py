@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 
 from kvconform.refimpl.connector import Finish, ReferenceConnector
 from kvconform.refimpl.plan import ReferenceMetadata
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
         KVConnectorMetadata,
         KVConnectorRole,
     )
+    from vllm.v1.core.kv_cache_utils import ExternalBlockHash
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -33,6 +38,22 @@ class RefusesLatentLayers(ReferenceConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         if self.options.layerwise and vllm_config.model_config.use_mla:
             raise ValueError("layer-wise transfers are not supported with MLA")
+
+
+class OwnHashes(ReferenceConnector):
+    """Has block hashes of its own in its KV events, beside the token ids, as LMCache does."""
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        for event in super().take_events():
+            if isinstance(event, BlockStored | BlockRemoved):
+                event.block_hashes = [_own(key) for key in event.block_hashes]
+            if isinstance(event, BlockStored) and event.parent_block_hash is not None:
+                event.parent_block_hash = _own(event.parent_block_hash)
+            yield event
+
+
+def _own(key: ExternalBlockHash) -> bytes:
+    return sha256(repr(key).encode()).digest()
 
 
 class KeepsLast(ReferenceConnector):

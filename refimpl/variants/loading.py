@@ -109,6 +109,19 @@ class Delayed(ReferenceConnector):
             self._load_queue.add(load, 1 + (load.end - load.start) // self._block_size % 3)
 
 
+class BoundedLoads(ReferenceConnector):
+    """Loads at most two blocks for a request, as one may whose network is slow."""
+
+    @classmethod
+    def kvconform_capabilities(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        """Return also that less may come back than was stored."""
+        return super().kvconform_capabilities(extra) | {"best_effort": True}
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> Lookup:
+        tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (min(tokens, 2 * self._block_size), is_async) if tokens else (tokens, is_async)
+
+
 class Unreliable(ReferenceConnector):
     """Fails every second load: reports its blocks and drops its chunks."""
 

@@ -53,6 +53,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "whole-chunks": (f"{HERE}.saving:WholeChunks", {"chunk_tokens": 16}),
     "stores-nothing": (f"{HERE}.saving:StoresNothing", {}),
     "selective": (f"{HERE}.saving:Selective", {}),
+    "retrying": (f"{HERE}.retrying:Retrying", {"load": "async", "load_delay": 2}),
+    "bounded-loads": (f"{HERE}.loading:BoundedLoads", {}),
+    "own-hashes": (f"{HERE}.habits:OwnHashes", {}),
     "never-hits": (f"{HERE}.loading:NeverHits", {}),
     "chunk-256": ("kvconform.refimpl.connector:ReferenceConnector", {"chunk_tokens": 256}),
     "holds-long": (
