@@ -148,7 +148,10 @@ def test_what_is_no_defect(change: dict[str, Any]) -> None:
         ({"unknown": 1}, "unknown"),
         ({"cases": ["nope"]}, "names nope"),
         ({"fails": ["nope"]}, "names nope"),
-        ({"engines": ["vllm"], "cases": ["lifecycle.hook-order"], "scheduling": ["sync"]}, ""),
+        (
+            {"engines": ["vllm"], "cases": ["lifecycle.hook-order"], "scheduling": ["sync"]},
+            "has no run: in profile core",
+        ),
         ({"engine_fault": "kvconform.refimpl.faulty:Fault"}, "neither a guarantee"),
     ],
 )
