@@ -136,17 +136,18 @@ def pair_steps(dice: Dice, block: int) -> tuple[list[Data], int]:
         found += [{"on": "p"}, LEASED, {"on": "d"}] * dice.one_in(12)
         found += [{dice.pick(["abort", "preempt"]): name}] * dice.one_in(4)
     if dice.one_in(4):
-        again, longer = _replayed(dice, block)
+        again, longer = _replayed(dice, block, identities[0])
         found, longest = found + again, max(longest, longer)
     return [*found, {"run": {}}], longest + 7
 
 
-def _replayed(dice: Dice, block: int) -> tuple[list[Data], int]:
+def _replayed(dice: Dice, block: int, identity: Data) -> tuple[list[Data], int]:
     """Draw steps that repeat the first transfer's parameters long after it ended.
 
-    The producer has reused the blocks by then. Returns (steps, length of their longest prompt).
+    `identity`: adapter or salt of its requests. The producer has reused the blocks by then. Returns (steps, length of their longest prompt).
     """
     length = dice.number(3, 6) * block
+    add: Data = {"req": "d9", "prompt": {"same": "p1"}, "max_tokens": 4, "handed": "p1"}
     return [
         {"run": {}},
         {"drop-local": {}},
@@ -154,7 +155,7 @@ def _replayed(dice: Dice, block: int) -> tuple[list[Data], int]:
         {"add": {"req": "p9", "prompt": length, "max_tokens": 1}},
         {"run": {"until": "p9"}},
         {"on": "d"},
-        {"add": {"req": "d9", "prompt": {"same": "p1"}, "max_tokens": 4, "handed": "p1"}},
+        {"add": add | identity},
     ], length
 
 
