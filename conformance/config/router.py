@@ -22,10 +22,12 @@ class Router:
 
     `request` is a name that is unique in one run. `producer` is the producer's engine id.
     `shares_ids`: both engines get the client's request under one X-Request-Id. Their ids then
-    differ in the random suffix of vLLM's input processor only.
+    differ in the random suffix of vLLM's input processor only. `at_once`: the consumer gets its
+    request while the producer computes, as it need not know what the producer returns.
     """
 
     shares_ids = False
+    at_once = False
 
     def prefill(self, request: str, producer: str) -> Params:
         """Return the kv_transfer_params of a request to the producer."""
@@ -35,7 +37,7 @@ class Router:
         """Return the kv_transfer_params of a request to the consumer.
 
         `sent` are those that the producer's request had. `returned` are those that the producer's
-        request_finished returned.
+        request_finished returned; None if the producer has not got there.
         """
         return returned
 
@@ -56,6 +58,7 @@ class Checked:
         self.name = name
         self._router = Router() if name is None else _load(name)
         self.shares_ids = bool(getattr(self._router, "shares_ids", False))
+        self.at_once = bool(getattr(self._router, "at_once", False))
 
     def prefill(self, request: str, producer: str) -> Params:
         """Return what `Router.prefill` does."""

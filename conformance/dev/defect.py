@@ -50,6 +50,9 @@ class Defect(Model):
     extra_config: dict[str, Any] = {}
     extra_config_after_restart: dict[str, Any] = {}
     capabilities: dict[str, Any] = {}
+    router: Symbol | None = Field(
+        default=None, description="class that makes the parameters of hand-overs"
+    )
     servers: list[ServerSpec] = Field(
         default=[], description="servers that it needs; extra_config may name their ports"
     )

@@ -65,6 +65,7 @@ class Control:
     emulate_cuda: bool = False
     servers: Sequence[ServerSpec] = ()
     extra_config_after_restart: Mapping[str, Any] = field(default_factory=dict)
+    router: str | None = None
 
     @property
     def setup(self) -> str:
@@ -75,6 +76,7 @@ class Control:
             "extra_config_after_restart": self.extra_config_after_restart,
             "capabilities": self.capabilities,
             "emulate_cuda": self.emulate_cuda,
+            "router": self.router,
             "servers": [server.model_dump() for server in self.servers],
         }
         return json.dumps(settings, sort_keys=True)
@@ -92,6 +94,7 @@ def plan(defects: Iterable[Defect], spec: Spec) -> list[Control]:
             emulate_cuda=defect.emulate_cuda,
             servers=defect.servers,
             extra_config_after_restart=defect.extra_config_after_restart,
+            router=defect.router,
         )
         controls.setdefault(control.setup, control)
         runs.setdefault(control.setup, {}).update(
@@ -135,6 +138,7 @@ def run(control: Control, spec: Spec, tmp: Path) -> Outcome:
         capabilities=dict(control.capabilities),
         emulate_cuda=control.emulate_cuda,
         servers=list(control.servers),
+        router=control.router,
     )
     outcome = Outcome(defect=f"control: {control.connector}")
     slow = SLOW if control.emulate_cuda else None
@@ -280,6 +284,7 @@ def target_of(defect: Defect, block_size: int, options: Mapping[str, Any] | None
         capabilities={name: value for name, value in declared.items() if value is not None},
         device=device,
         extra_config_after_restart=defect.extra_config_after_restart,
+        router=defect.router,
     )
 
 

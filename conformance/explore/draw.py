@@ -144,7 +144,8 @@ def pair_steps(dice: Dice, block: int) -> tuple[list[Data], int]:
 def _replayed(dice: Dice, block: int, identity: Data) -> tuple[list[Data], int]:
     """Draw steps that repeat the first transfer's parameters long after it ended.
 
-    `identity`: adapter or salt of its requests. The producer has reused the blocks by then. Returns (steps, length of their longest prompt).
+    `identity`: adapter or salt of its requests. The producer has reused the blocks by then.
+    Returns (steps, length of their longest prompt).
     """
     length = dice.number(3, 6) * block
     add: Data = {"req": "d9", "prompt": {"same": "p1"}, "max_tokens": 4, "handed": "p1"}

@@ -85,6 +85,8 @@ class Observer:
         self._failed_claims: dict[tuple[str, int, int], set[str]] = {}
         self.sees_arrivals = False
         """Whether `arrived` is called; without it, failures are not counted across requests."""
+        self.computed_meanwhile: set[str] = set()
+        """Requests whose prompts another engine still computed when they were added."""
         self._unused: dict[Incarnation, int] = {}  # tokens of loads that the engine has not used
         self._failed_loads: set[Incarnation] = set()  # on any rank, since the blocks were granted
         self._transfers = 0
@@ -127,6 +129,8 @@ class Observer:
     # -- lookups
     def _prefix(self, request: Any) -> Prefix:
         identity = self.view.identity(request.request_id)
+        if request.request_id in self.computed_meanwhile:
+            return Prefix(*[request.num_prompt_tokens] * 3)
         chain = plain = ROOT
         ever = since_reset = any_identity = 0
         for position, token in enumerate(request.all_token_ids):

@@ -97,7 +97,7 @@ class Handovers:
         returned, problem = _through_json(self.returned.get(of))
         has_ended = ended is not None and ended["status"] in FINISHED
         params = returned
-        if handed.of in self.asked and has_ended:
+        if handed.of in self.asked and (has_ended or self.driver.router.at_once):
             producer, sent = self.asked[handed.of]
             params = self.driver.router.decode(of, producer, sent, returned)
             params, _ = _through_json(params)
@@ -107,6 +107,8 @@ class Handovers:
             stale = "altered"
         elif any(earlier.of == of for earlier in self.handed.values()):
             stale = "replayed"
+        if params is not None and not has_ended:
+            self.driver.engine.observer.computed_meanwhile.add(req)
         if params is not None:
             self.handed[req] = Handover(on, add.req, req, handed.of, of, stale, unlike)
         tokens = [returned[name] for name in FIRST_TOKEN if returned and name in returned]

@@ -22,6 +22,7 @@ from kvconform.refimpl.variants.converting import Converting
 from kvconform.refimpl.variants.peer import Board, Offer, Peer, PeerMetadata, Pull
 from kvconform.refimpl.variants.pusher import Progress, Push, Pusher
 from kvconform.refimpl.variants.resharding import Resharding
+from kvconform.refimpl.variants.routed import Routed
 
 if TYPE_CHECKING:
     import torch
@@ -507,6 +508,26 @@ class OwnOffsetOfAHit(Converting):
 
     def _start(self, pull: Pull, size: int) -> int:
         return pull.first * size
+
+
+class OffersAtOnce(Routed):
+    """Offers blocks to a consumer that is there already as soon as the request has them."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self.produces and (request.kv_transfer_params or {}).get("do_remote_decode"):
+            self._offers[self._key(request)] = (request.request_id, blocks.get_block_ids()[0])
+
+
+class DropsUnknownPulls(Routed):
+    """A producer drops the consumer's request for what it does not have yet, and nobody asks again.
+
+    So the consumer waits for ever.
+    """
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        self._pulling = [item for item in self._pulling if self._offer(item[2]) is not None]
 
 
 class TakesBytesForNumbers(Peer):

@@ -35,6 +35,12 @@ class Router:
         }
 
 
+class RouterAtOnce(Router):
+    """Sends the consumer its request while the producer computes."""
+
+    at_once = True
+
+
 class Routed(Peer):
     """Keeps KV under the transfer id of the router. All of the prompt is there, or nothing."""
 
