@@ -520,7 +520,7 @@ class OffersAtOnce(Routed):
 
 
 class DropsUnknownPulls(Routed):
-    """A producer drops the consumer's request for what it does not have yet, and nobody asks again.
+    """A producer drops the consumer's request for what it does not have yet, which is not repeated.
 
     So the consumer waits for ever.
     """
