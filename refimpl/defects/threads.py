@@ -9,10 +9,13 @@ from queue import Queue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvconform.refimpl.variants.threads import Threads
+from kvconform.refimpl.connector import Finish
+from kvconform.refimpl.variants.hybrid_threads import HybridThreads
+from kvconform.refimpl.variants.threads import SavingThreads, Threads
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.request import Request
 
 Job: TypeAlias = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 """What gets the result, what to call, and its arguments."""
@@ -45,6 +48,23 @@ class OverwritesWhatIsQueued(Threads):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         super(Threads, self).handle_preemptions(kv_connector_metadata)
+
+
+class OverwritesWhatWasAborted(SavingThreads):
+    """Waits for its threads before preempted blocks are overwritten, and not for aborted ones."""
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
+        dropped = set(self._dropped)
+        answer = super().request_finished(request, block_ids)
+        self._dropped = dropped
+        return answer
+
+
+class KnowsNoWindows(HybridThreads):
+    """Waits for its threads when a request is preempted, and not when blocks leave a window."""
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        SavingThreads.handle_preemptions(self, kv_connector_metadata)
 
 
 class ReportsLoadsThatBegan(Threads):

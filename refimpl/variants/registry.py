@@ -64,6 +64,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "fenced": (f"{HERE}.fencing:Fenced", {"async_saves": True, "save_delay": 3}),
     "threads": (f"{HERE}.threads:Threads", {"load": "async", "async_saves": True}),
+    "hybrid-threads": (f"{HERE}.hybrid_threads:HybridThreads", {}),
     "saving-threads": (f"{HERE}.threads:SavingThreads", {"async_saves": True}),
     "buffered": (f"{HERE}.buffered:Buffered", {}),
     "buffered-async": (

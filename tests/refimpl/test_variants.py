@@ -66,6 +66,7 @@ MATTERS = {  # what is only different elsewhere
     "three-levels": ("cache.pressure", "cache.promoted"),
     "tiered-lfu": ("cache.pressure",),
     "tiered-lru": ("cache.demoted",),
+    "hybrid-threads": ("groups.late-threads", "groups.late-threads-state"),
     "retrying": ("lifecycle.async-load",),
     "bounded-loads": ("cache.events",),
     "own-hashes": ("cache.events",),
