@@ -85,7 +85,6 @@ def why_not(folder: Path, error: OSError) -> str:
     return f"it cannot be written to ({error.strerror or error})"
 
 
-@cache
 def broken_toml(path: Path, error: ValueError) -> UsageError:
     """Return the error for a file that tomllib cannot read, with the place of the mistake."""
     if isinstance(error, UnicodeDecodeError):
@@ -93,6 +92,7 @@ def broken_toml(path: Path, error: ValueError) -> UsageError:
     return UsageError(f"{path} is not valid TOML: {error}")
 
 
+@cache
 def scratch_root() -> str | None:
     """Return the parent of the stores of a run, as `dir` of tempfile; None: tempfile's default.
 

@@ -656,7 +656,9 @@ class Case(Model):
             implied.append("context_parallel")
         if self.stages > 1:
             implied.append("pipeline_parallel")
-        roles = sorted(set(self.config.roles.values()) - {"kv_both"})
+        # Every connector has role kv_both over a store; those that hand over may not.
+        over_store = set() if _hands_over(self) else {"kv_both"}
+        roles = sorted(set(self.config.roles.values()) - over_store)
         implied += [f"'{role}' in cap.roles" for role in roles]
         needs = [] if self.needs == "core" and implied else [self.needs]
         return compile_capability([*needs, *implied])
@@ -783,6 +785,19 @@ def _resets_in_flight(steps: Sequence[Step]) -> bool:
     return "soak" in ops and "reset" in ops[: ops.index("soak")]
 
 
+def _stands_still(case: Case) -> bool:
+    """Return whether time passes on one engine while another one may load."""
+    loading = False
+    for step in case.steps:
+        if step.op == "add" and step.arg.handed is not None:
+            loading = True
+        elif step.op == "run":
+            loading = False
+        elif step.op == "idle" and step.arg.seconds and loading:
+            return True
+    return False
+
+
 def _alters_params(case: Case, *, to_nothing: bool) -> bool:
     values = [
         value for add in case.added if add.handed is not None for value in add.handed.alter.values()
@@ -794,6 +809,7 @@ PROPERTIES: dict[str, Callable[[Case], bool]] = {
     "reused-id": _reuses_id,
     "private-group": lambda case: "private" in case.config.groups,
     "shared-params": _shares_params,
+    "stands-still": _stands_still,
     "longer-offer": lambda case: any(add.hand_over and add.max_tokens > 1 for add in case.added),
     "replayed-params": _replays_params,
     "unknown-peer": lambda case: _alters_params(case, to_nothing=False),

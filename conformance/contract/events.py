@@ -326,10 +326,11 @@ _kind(
     "pair.params",
     "sched",
     "on:str req:str generation:int of:str unlike:bool asked:bool finished:bool none:bool "
-    "json:str? first_token:int? sampled:int?",
+    "tokens:int json:str? first_token:int? sampled:int?",
     "The parameters that request `of` ended with are handed to request `req` of another "
-    "engine; unlike = that engine has other block sizes, ranks or data types; json = what JSON "
-    "turns them into, if that differs.",
+    "engine; unlike = that engine has other block sizes, ranks or data types; finished = it ended "
+    "so that it can be handed over; tokens = those with KV at its end; json = what JSON turns the "
+    "parameters into, if that differs.",
 )
 _kind(
     "pair.lookup",
@@ -692,10 +693,11 @@ _kind(
     "events.lookup",
     "sched",
     "req:str announced:int got:int local:int tokens:int known:int missing:list untold:list "
-    "chain:list",
+    "chain:list own:bool",
     "A lookup against the KV events so far: tokens announced (without the block of the last "
     "known token) and matched, blocks missing in between, blocks from the first unannounced one "
-    "on, all announced blocks from the first one on.",
+    "on, all announced blocks from the first one on. own = only hashes of the connector's own were "
+    "announced.",
 )
 _kind(
     "queries",

@@ -170,8 +170,9 @@ class Telemetry:
         self.groups = groups
         switch = getattr(config, "kv_events_config", None)
         self.publishes = switch is not None and switch.enable_kv_cache_events
-        self.has_own_hashes = False
         """Whether KV events are switched on, or the connector has published some nevertheless."""
+        self.has_own_hashes: bool | None = None
+        """Whether no announced hash is one of the engine's; None: nothing was announced."""
         self.announced = Announced()
         """What this engine has announced."""
         self.withdrawn_from = [self.announced]
@@ -258,15 +259,16 @@ class Telemetry:
     def _false_claim(self, event: Any, hashes: list[Any], tokens: list[int], size: Any) -> str:
         """Return what an event reports wrongly about blocks whose hashes the engine knows, or "".
 
-        Hashes of the connector's own are not checked. Once there are some, nothing says which
+        Hashes of the connector's own are not checked. If it has no others, nothing says which
         blocks were announced.
         """
+        if hashes and self.has_own_hashes is not False:
+            self.has_own_hashes = not any(key in self.book.blocks for key in hashes)
         if not isinstance(size, int) or size <= 0 or len(tokens) != len(hashes) * size:
             return ""
         for number, key in enumerate(hashes):
             block = self.book.blocks.get(key)
             if block is None:
-                self.has_own_hashes = True
                 continue
             own_tokens = tokens[number * size : (number + 1) * size]
             problem = self._differs(block, event, own_tokens, number, hashes, size)
@@ -333,6 +335,7 @@ class Telemetry:
             known=request.num_tokens,
             missing=self.book.numbers(missing),
             untold=self.book.numbers(untold),
+            own=bool(self.has_own_hashes),
             chain=self.book.numbers(self.book.between(request, 0, due)),
         )
 

@@ -101,6 +101,8 @@ class Handovers:
             producer, sent = self.asked[handed.of]
             params = self.driver.router.decode(of, producer, sent, returned)
             params, _ = _through_json(params)
+        if has_ended and returned is None and self._gives_up(of, ended):
+            params, has_ended = None, False
         altered = _altered(params, handed.alter)
         stale = ""
         if altered:
@@ -122,6 +124,7 @@ class Handovers:
             asked=self.state.adds[handed.of].hand_over,
             finished=has_ended,
             none=params is None,
+            tokens=0 if ended is None else ended["final"],
             json=problem,
             first_token=next((token for token in tokens if isinstance(token, int)), None),
             sampled=self.sampled.get(of),
@@ -129,6 +132,14 @@ class Handovers:
         if params is None:
             return None
         return {**add.params, **params, **altered}
+
+    def _gives_up(self, of: str, ended: Event | None) -> bool:
+        """Return whether a producer's request ended with a stop token, and nothing was kept of it.
+
+        vLLM's Mooncake and MoRIIO connectors hand over only what ends at its length.
+        """
+        kept = any(e["kind"] == "hold" and e["req"] == of for e in self.trace.events)
+        return ended is not None and ended["status"] == "FINISHED_STOPPED" and not kept
 
     def _ended(self, req: str) -> Event | None:
         """Return the latest req.finished event of a request, or None."""

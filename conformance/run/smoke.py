@@ -61,6 +61,7 @@ def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> st
             ) from error
     from kvconform.observe.static_checks import constructor
     from kvconform.process import alive
+    from kvconform.run.calibration import in_its_role
     from kvconform.run.promises import Plain, plain_case
     from kvconform.run.runner import run_variant
 
@@ -71,7 +72,7 @@ def check(target: Target, tmp: Path, limit: float, *, engine: str = "all") -> st
     if engine == "live":
         return None  # the run itself shows whether vLLM starts with it
     variant = Variant(plain_case(Plain(9, 1, 9, 9), 4), "reference", "sync", "v1", 1, 4)
-    run = run_variant(variant, target, seed=0, tmp=tmp / "smoke")
+    run = run_variant(variant, in_its_role(target), seed=0, tmp=tmp / "smoke")
     if run.lacks is not None:
         where = "the emulated device (docs/emulation.md)"
         reason = run.lacks.rstrip(".")
