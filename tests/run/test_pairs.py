@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 from pydantic import ValidationError
+from vllm.v1.request import RequestStatus
 
 from kvconform.config.target import Target
 from kvconform.contract.case import Case, Variant
@@ -22,6 +23,7 @@ from kvconform.contract.requirement import Requirement
 from kvconform.judge.verdict import evaluate_sides
 from kvconform.refimpl.cache.memory import MemoryBackend
 from kvconform.refimpl.variants.peer import Offer, Peer, Pull
+from kvconform.refimpl.variants.routed import Routed
 from kvconform.run.calibration import (
     NOTHING,
     HandOver,
@@ -117,6 +119,45 @@ def test_a_pair_whose_router_makes_the_parameters_fails_nothing(
         report = run_and_judge(variant, target, SPEC, seed=number, tmp=tmp_path / str(number))
         assert report.harness_error is None
         assert [row for row in report.rows if row.verdict in ("FAIL", "WARN")] == []
+
+
+class KeepsWhatEndsAtItsLength(Routed):
+    """Keeps nothing of a request that ends with a stop token, and returns nothing (Mooncake)."""
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        if request.status != RequestStatus.FINISHED_LENGTH_CAPPED:
+            return False, None
+        return super().request_finished(request, block_ids)
+
+
+def test_a_producer_may_keep_nothing_of_a_stopped_request(tmp_path: Path) -> None:
+    case = SPEC.cases["transfer.stopped"]
+    target = Target(f"{__name__}:KeepsWhatEndsAtItsLength", {}, router=ROUTER)
+    report = run_and_judge(case.variants()[0], target, SPEC, seed=0, tmp=tmp_path)
+    assert [row for row in report.rows if row.verdict in ("FAIL", "WARN")] == []
+
+
+class NamesOfItsOwn(Peer):
+    """Calls its parameters otherwise than vLLM's connectors, so that no case can alter them."""
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        held, params = super().request_finished(request, block_ids)
+        return held, params and {"do_remote_prefill": True, "mine": params}
+
+    def _remote(self, request: Any) -> dict[str, Any] | None:
+        params = request.kv_transfer_params
+        request.kv_transfer_params = (params or {}).get("mine", params)
+        found = super()._remote(request)
+        request.kv_transfer_params = params
+        return found
+
+
+def test_parameters_that_a_case_cannot_alter_are_good(tmp_path: Path) -> None:
+    case = SPEC.cases["transfer.altered"]
+    target = Target(f"{__name__}:NamesOfItsOwn", {})
+    report = run_and_judge(case.variants()[0], target, SPEC, seed=0, tmp=tmp_path)
+    summed = {e["req"]: e["stale"] for e in report.trace if e["kind"] == "pair.request"}
+    assert summed == {"d1": "", "d2": "replayed", "d3": "replayed"}
 
 
 def test_what_the_engine_does_not_take_is_not_owed(tmp_path: Path) -> None:
