@@ -65,19 +65,32 @@ class ReportsByScheduler(ReferenceConnector):
 
 
 class KeepsReportsBack(ReferenceConnector):
-    """Passes every end of a send on one step later than its ranks report it (MoRIIO)."""
+    """Passes every end of its own sends on one step later than its ranks report it (MoRIIO)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._told: Counter[tuple[str, str]] = Counter()
+        self._own: set[str] = set()
         self._kept: set[str] = set()
 
+    def get_finished(self, finished_req_ids: set[str]) -> Ends:
+        sent, received = super().get_finished(finished_req_ids)
+        self._told.update(("send", req) for req in sent or ())
+        return sent, received
+
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata:
-        """Return something in every step, so that the engine calls update_connector_output."""
-        return Acknowledged()
+        """Return its own ends; in every step, so that the engine calls update_connector_output."""
+        told, self._told = self._told, Counter()
+        return Acknowledged(told)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        kept, self._kept = self._kept, set(connector_output.finished_sending or ())
-        connector_output.finished_sending = kept or None
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, Acknowledged):
+            self._own |= {req for _, req in told.ranks}
+        ended = set(connector_output.finished_sending or ())
+        kept, self._kept = self._kept, ended & self._own
+        self._own -= ended
+        connector_output.finished_sending = ended - self._kept | kept or None
         super().update_connector_output(connector_output)
 
     def has_pending_push_work(self) -> bool:
