@@ -109,7 +109,8 @@ class Defect(Model):
         So a defect that the gate cannot find is not caught.
         """
         slow = SLOW if self.emulate_cuda else None
-        _, in_gate = select(spec.profiles, GATE, (), spec.cases.values())
+        cases = [spec.cases[case] for case in self.cases if case in spec.cases]
+        _, in_gate = select(spec.profiles, GATE, (), cases)
         for case in self.cases:
             for variant in driven(spec, case).variants(self.engines, self.scheduling, slow):
                 if case not in in_gate or runs_in(spec.profiles, GATE, variant):

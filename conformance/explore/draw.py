@@ -19,12 +19,12 @@ from kvconform.explore.workload import Data, Workload, make
 
 ENGINES = {"p": "kv_producer", "d": "kv_consumer"}
 OTHERWISE: list[Data] = [{"tensor_parallel": 2}, {"cache_dtype": "bfloat16"}]
-"""What one of two engines may have otherwise than the other, beside its blocks."""
+"""Settings in which one of two engines may differ; sizes and numbers of blocks are drawn apart."""
 IDENTITIES: list[Data] = [{}] * 6 + [{"lora": "one"}, {"salt": "one"}]
 LEASED: Data = {"idle": {"steps": 12, "seconds": 1200}}
 """Time in which any lease ends."""
 ALTERED: list[Data] = [
-    {"remote_request_id": "nobody", "transfer_id": "nobody"},
+    {"remote_request_id": "unknown", "transfer_id": "unknown"},
     {"remote_engine_id": "nowhere"},
     {"remote_request_id": None, "remote_block_ids": None},
 ]

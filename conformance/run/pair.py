@@ -101,7 +101,7 @@ class Handovers:
             producer, sent = self.asked[handed.of]
             params = self.driver.router.decode(of, producer, sent, returned)
             params, _ = _through_json(params)
-        if has_ended and returned is None and self._gives_up(of, ended):
+        if returned is None and self._gives_up(of, ended):
             params, has_ended = None, False
         altered = _altered(params, handed.alter)
         stale = ""
@@ -109,10 +109,10 @@ class Handovers:
             stale = "altered"
         elif any(earlier.of == of for earlier in self.handed.values()):
             stale = "replayed"
-        if params is not None and not has_ended:
-            self.driver.engine.observer.computed_meanwhile.add(req)
         if params is not None:
             self.handed[req] = Handover(on, add.req, req, handed.of, of, stale, unlike)
+            if not has_ended:
+                self.driver.engine.observer.computed_meanwhile.add(req)
         tokens = [returned[name] for name in FIRST_TOKEN if returned and name in returned]
         self.trace.emit(
             "pair.params",

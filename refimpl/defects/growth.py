@@ -108,6 +108,11 @@ class KeepsBuffersOfFailures(ReferenceConnector):
             free.append(buffer)
 
 
+def _saving(metadata: ReferenceMetadata, has_room: bool) -> ReferenceMetadata:
+    """Return a step's metadata; without its saves, if the store has no room for them."""
+    return metadata if has_room else replace(metadata, saves=metadata.saves[:0])
+
+
 class HoldsForEveryAdmission(ReferenceConnector):
     """Holds what a request loads at each admission, and lets go once, when the request ends.
 
@@ -139,8 +144,7 @@ class HoldsForEveryAdmission(ReferenceConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, ReferenceMetadata)
-        is_full = self._held.total() >= 100
-        return replace(metadata, saves=metadata.saves[:0]) if is_full else metadata
+        return _saving(metadata, self._held.total() < 100)
 
 
 class LosesRoom(ReferenceConnector):
@@ -154,8 +158,7 @@ class LosesRoom(ReferenceConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         metadata = super().build_connector_meta(scheduler_output)
         assert isinstance(metadata, ReferenceMetadata)
-        is_full = self.__dict__.get("_lost", 0) >= 40
-        return replace(metadata, saves=metadata.saves[:0]) if is_full else metadata
+        return _saving(metadata, self.__dict__.get("_lost", 0) < 40)
 
 
 class LosesRoomInResets(ReferenceConnector):
@@ -166,7 +169,7 @@ class LosesRoomInResets(ReferenceConnector):
         assert isinstance(metadata, ReferenceMetadata)
         used: set[str] = self.__dict__.setdefault("_used", set())
         if len(used) >= 40:
-            return replace(metadata, saves=metadata.saves[:0])
+            return _saving(metadata, False)
         used.update(piece.key for save in metadata.saves for piece in save.pieces)
         return metadata
 
@@ -182,7 +185,7 @@ class LosesWhatIsSavedTwice(ReferenceConnector):
         assert isinstance(metadata, ReferenceMetadata)
         keys = [piece.key for save in metadata.saves for piece in save.pieces]
         self._lost = self.__dict__.get("_lost", 0) + len(keys) - len(set(keys))
-        return replace(metadata, saves=metadata.saves[:0]) if self._lost >= 40 else metadata
+        return _saving(metadata, self._lost < 40)
 
 
 class KeepsFuturesOfLaterRanks(KeepsFutures):

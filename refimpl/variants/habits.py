@@ -41,7 +41,7 @@ class RefusesLatentLayers(ReferenceConnector):
 
 
 class OwnHashes(ReferenceConnector):
-    """Has block hashes of its own in its KV events, beside the token ids, as LMCache does."""
+    """Publishes KV events with block hashes of its own and with token ids, as LMCache does."""
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         for event in super().take_events():

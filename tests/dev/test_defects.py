@@ -307,8 +307,8 @@ def test_only_the_runs_that_the_gate_makes_are_made() -> None:
     assert [each.id for each in defect.variants(SPEC)] == [
         "lifecycle.local-recomputed[reference-sync-v1-d1-b4]"
     ]
-    beside = defect.model_copy(update={"scheduling": ["async"]})
-    assert list(beside.variants(SPEC)) == []
+    left_out = defect.model_copy(update={"scheduling": ["async"]})
+    assert list(left_out.variants(SPEC)) == []
     # Of a case that the gate does not have, all are.
     full = DEFECTS["negative-count-granted"]
     assert len(list(full.variants(SPEC))) == sum(
