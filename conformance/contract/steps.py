@@ -328,12 +328,20 @@ class Continue(Model):
     """More input of a session: `then` new tokens; 0 ends the session.
 
     vLLM drops the tokens whose KV is not computed, that is the last one that it sampled, and makes
-    all other output a part of the prompt.
+    all other output a part of the prompt. Places in `mm` are counted from the first new token; with
+    it, the turn before ends first.
     """
 
     req: Req
     then: Natural
     max_tokens: PositiveInt = 4
+    mm: list[MultiModal] = []
+
+    @model_validator(mode="after")
+    def _fits(self) -> Continue:
+        if any(item.at + item.length > self.then for item in self.mm):
+            raise ValueError("mm: an item ends behind the new tokens; make `then` larger")
+        return self
 
 
 class Soak(Model):

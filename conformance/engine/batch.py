@@ -246,6 +246,7 @@ class Batch:
         known = self.requests.get(new.req_id)
         # Under the V2 runner's protocol, a resumed request is listed as a new one.
         if known is not None and known.chain.generation == generation:
+            known.chain.identity = identity  # a session's next input may have images
             self._align(known, list(tokens))
             known.prompt_len = len(prompt)  # a session's output becomes a part of its prompt
             self._give(known, new.block_ids)

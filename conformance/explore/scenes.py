@@ -162,7 +162,12 @@ def session(dice: Dice, block: int) -> Scene:
     for _ in range(dice.number(1, 3)):
         then, more = dice.number(1, 2 * block), dice.number(1, 5)
         longest += then + more
-        steps += [{"continue": {"req": "a", "then": then, "max_tokens": more}}]
+        given: Data = {"req": "a", "then": then, "max_tokens": more}
+        if dice.one_in(4):
+            at = dice.number(0, then - 1)
+            length = dice.number(1, then - at)
+            given["mm"] = [{"at": at, "length": length, "id": f"{dice.pick('xy')}{length}"}]
+        steps += [{"continue": given}]
         steps += _maybe_preempted(dice, dice.number(1, 12))
     steps += [{"continue": {"req": "a", "then": 0}}, *DROP]
     steps += [_add("b", {"of": "a", "outputs": True, "then": 1}, 2), RUN]

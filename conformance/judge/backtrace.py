@@ -161,7 +161,7 @@ def tell(trace: list[Event], event: Event) -> Story | None:
             # What is read in a step was saved before it.
             mine = [stay for stay in known.get(name, []) if stay.since < event["step"]]
             for step, text in _outdated(name, mine, held, wanted):
-                return Story(name, text, "save", step)
+                return Story(name, text + _or_doubled(mine, held, wanted), "save", step)
         for step, text in _misplaced(known.get(event["req"], []), held, wanted):
             return Story(event["req"], text, "load", step)
     for stay in known.get(req, []):
@@ -291,6 +291,25 @@ def _outdated(
                 f" {'a resumed request' if last.preempted is not None else 'a session'}'s blocks"
             )
             yield last.changed, appended
+
+
+def _or_doubled(mine: list[Stay], held: int, wanted: int) -> str:
+    """Return that a list of the engine's in place of a table explains it, too, if it does.
+
+    In such a list each block that comes after an admission is twice: model runner V1 appends it,
+    and so does the connector.
+    """
+    for stay in mine:
+        later = [block for block in stay.table if stay.got[block] > stay.since]
+        steps = [list(blocks) for _, blocks in itertools.groupby(later, stay.got.__getitem__)]
+        doubled = [block for block in stay.table if block not in later]
+        doubled += [block for blocks in steps for block in 2 * blocks]
+        if held < len(stay.table) and doubled[wanted : wanted + 1] == [stay.table[held]]:
+            return (
+                "; so does one that kept a list of the SchedulerOutput in place of a copy:"
+                " the engine appends to it, too"
+            )
+    return ""
 
 
 def _before(mine: list[Stay]) -> tuple[list[int], Stay | None]:

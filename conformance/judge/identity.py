@@ -147,11 +147,11 @@ def restarted(trace: Sequence[Event]) -> bool:
 
 
 def _known(trace: Sequence[Event], req: str, generation: int) -> Mapping[str, Any]:
-    """Return what tells an incarnation of a request apart."""
+    """Return what tells an incarnation of a request apart, with all that its session was given."""
     return next(
         (
             e
-            for e in trace
+            for e in reversed(trace)
             if e["kind"] == "request.identity" and (e["req"], e["generation"]) == (req, generation)
         ),
         NONE,

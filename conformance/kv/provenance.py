@@ -209,14 +209,15 @@ class Identity:
             base ^= text_id("salt:" + salt)
         if adapter:
             base ^= adapter.identity
-        spans = []
-        for item in items:
-            start, length = int(str(item["at"])), int(str(item["length"]))
-            spans.append((start, start + length, text_id(f"mm:{item['id']}")))
+        spans = _spans(items)
         for content, start, end in embeds:
             # A row depends on its number in the prompt, not on that in its part.
             spans.append((start, end, text_id(f"embeds:{content}") + start))
         return Identity(base, tuple(spans))
+
+    def and_items(self, items: Sequence[Mapping[str, object]]) -> Identity:
+        """Return the identity with further multi-modal items."""
+        return Identity(self.base, (*self.spans, *_spans(items)))
 
     def extra(self, position: int) -> int:
         """Return what `position` adds to the chain."""
@@ -240,6 +241,15 @@ class Identity:
             if start <= position < end:
                 found ^= mix64(item + position - start)
         return found
+
+
+def _spans(items: Iterable[Mapping[str, object]]) -> list[tuple[int, int, int]]:
+    """Return where multi-modal items begin and end, with numbers for their contents."""
+    found = []
+    for item in items:
+        start, length = int(str(item["at"])), int(str(item["length"]))
+        found.append((start, start + length, text_id(f"mm:{item['id']}")))
+    return found
 
 
 @dataclass

@@ -171,6 +171,9 @@ class SchedulerProbe:
             computed = session.num_computed_tokens
             original(session, more)
             self.roster.cut_back(session.request_id, computed)
+            if more.mm_features:
+                self.roster.extended(session)
+                self._identified(session)
 
         self.scheduler._update_request_as_session = update
 
@@ -186,12 +189,16 @@ class SchedulerProbe:
             return result
         self.roster.add(request)
         self.ledger.added(request)
-        if any((known := described(request)).values()):
-            req, generation = request.request_id, self.roster.generation(request.request_id)
-            self.trace.emit("request.identity", req=req, generation=generation, **known)
+        self._identified(request)
         if (fields := self.entries.fields(request)) is not None:
             self.trace.emit("live.entered", **fields)
         return original(request, *args, **kwargs)
+
+    def _identified(self, request: Any) -> None:
+        """Emit what tells a request apart, if it is more than its tokens."""
+        if any((known := described(request)).values()):
+            req, generation = request.request_id, self.roster.generation(request.request_id)
+            self.trace.emit("request.identity", req=req, generation=generation, **known)
 
     def _finish_requests(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wrap Scheduler.finish_requests, by which requests are aborted."""

@@ -127,6 +127,11 @@ class Roster:
         known.valid_end = min(known.valid_end, length)
         known.remembered = min(known.remembered, length)
 
+    def extended(self, request: Any) -> None:
+        """Note the multi-modal items of a session's next input."""
+        known = self.known[request.request_id]
+        known.identity = known.chain.identity = identity_of(request, self.block_size)
+
     def generation(self, req: str) -> int:
         """Return the incarnation of a request id; 0 for an unknown id.
 

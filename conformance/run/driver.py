@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
 
 from kvconform.compat.step import AnyText, build_request
-from kvconform.compat.vllm_api import RequestStatus
+from kvconform.compat.vllm_api import AWAITING_INPUT, RequestStatus
 from kvconform.config.router import Checked
 from kvconform.config.target import Target
 from kvconform.contract.capabilities import tolerance
@@ -316,8 +316,7 @@ class Driver:
         embeds = add.embeds.parts(len(tokens)) if add.embeds else []
         for _, start, end in embeds:
             tokens[start:end] = [0] * (end - start)  # vLLM's Request has zeros for its token ids
-        for item in items:
-            tokens[item["at"] : item["at"] + item["length"]] = [IMAGE_TOKEN] * item["length"]
+        _place(items, tokens)
         state.adds[add.req] = add
         state.prompts[add.req] = tokens
         state.ids[add.req] = req_id
@@ -499,6 +498,13 @@ class Driver:
         add, req_id = self.state.adds[more.req], self.state.ids[more.req]
         self.inputs += 1
         tokens = self._tokens(f"{more.req}/{self.inputs}", more.then) or [0]
+        items = [item.model_dump() for item in more.mm]
+        if items:
+            _place(items, tokens)
+            session = self.engine.scheduler.requests.get(req_id)
+            self._iterate_until(lambda: self._ended(req_id) or session.status == AWAITING_INPUT)
+            if self._ended(req_id):
+                return  # by a bug of the engine
         request = build_request(
             req_id,
             tokens,
@@ -507,7 +513,7 @@ class Driver:
             stop=False,
             salt=add.salt,
             lora=None,
-            items=[],
+            items=items,
             priority=add.priority,
             params=None,
             skip_reading_prefix_cache=False,
@@ -515,6 +521,22 @@ class Driver:
             arrival=float(len(self.state.adds)),
         )
         self.engine.proceed(request)
+        if items:
+            self._now_has(session, more)
+
+    def _now_has(self, session: Any, more: Continue) -> None:
+        """Note the multi-modal items of a session's next input, at their places in its prompt."""
+        state, req_id = self.state, self.state.ids[more.req]
+        places = [each.mm_position.offset for each in session.mm_features[-len(more.mm) :]]
+        found = zip(more.mm, places, strict=True)
+        came = [item.model_copy(update={"at": place}) for item, place in found]
+        add = state.adds[more.req]
+        add = state.adds[more.req] = add.model_copy(update={"mm": [*add.mm, *came]})
+        info = state.infos[req_id]
+        info.identity = info.identity.and_items([item.model_dump() for item in came])
+        state.identities[more.req] = info.identity
+        generation = info.generation
+        self.trace.emit("request.identity", req=req_id, generation=generation, **add.identity)
 
     def _preempt(self, name: str) -> None:
         # A victim with a step in flight is not preempted before that step has landed (R160).
@@ -729,6 +751,12 @@ class Driver:
         dead_threads.excuse()
         for engine in self.all_engines:
             engine.shutdown()
+
+
+def _place(items: Sequence[Mapping[str, Any]], tokens: list[int]) -> None:
+    """Put placeholders in the place of the tokens of multi-modal items."""
+    for item in items:
+        tokens[item["at"] : item["at"] + item["length"]] = [IMAGE_TOKEN] * item["length"]
 
 
 def takes_from_store(case: Case) -> bool:

@@ -109,6 +109,18 @@ class NoImages(_PartialIdentity):
         return {"mm_features": []}
 
 
+class KeepsTheFirstImages(_PartialIdentity):
+    """Notes the images of a request when it is first seen, as if a session were given no more."""
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        images: dict[str, list[Any]] = self.__dict__.setdefault("_images", {})
+        return {"mm_features": images.setdefault(request.request_id, list(request.mm_features))}
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finish:
+        self.__dict__.get("_images", {}).pop(request.request_id, None)
+        return super().request_finished(request, block_ids)
+
+
 class ImagesAnywhere(_PartialIdentity):
     """Puts into the key which images a chunk shows, but not where (B079)."""
 

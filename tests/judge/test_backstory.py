@@ -404,6 +404,25 @@ def test_a_save_by_an_old_table_to_which_only_later_blocks_were_added() -> None:
     )
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_list_of_the_engine_may_explain_what_an_old_table_does(apart: bool) -> None:
+    """Kept, the list 4, 5 becomes 4, 5, 8, 8: block 8 is number 3 of it, and of 1, 2, 3, 8.
+
+    With both blocks in one step it becomes 4, 5, 8, 9, 8, 9.
+    """
+    run = trace(
+        scheduled(1, "a", 1, 2, 3, listed_as="new"),
+        preempted(4, "a"),
+        scheduled(6, "a", 4, 5, listed_as="resumed"),
+        *[scheduled(9, "a", 4, 5, 8)] * apart,
+        scheduled(10, "a", 4, 5, 8, 9),
+        pos=12,
+        origin=("a", 8),
+    )
+    story = tell(run, run[-1])
+    assert story is not None and ("kept a list of the SchedulerOutput" in story.text) is apart
+
+
 @pytest.mark.parametrize("reported", [False, True])
 def test_a_save_of_a_block_that_its_load_left_out(reported: bool) -> None:
     due = {"kind": "load.due", "step": 5, "req": "c", "transfer": "c", "missing": [8, 9, 10, 11]}

@@ -369,6 +369,23 @@ def test_what_follows_a_cut_is_another_content() -> None:
     assert after[:3] == before[:3] and after[3] != before[3] and len(after) == 5
 
 
+def test_an_image_that_a_session_is_given_later_is_other_content() -> None:
+    def content(image: str) -> list[int]:
+        request: Any = SimpleNamespace(request_id="r", all_token_ids=[1, 2, 3])
+        roster = Roster()
+        roster.add(request)
+        roster.chain(request)
+        place = SimpleNamespace(offset=2, length=2)
+        request.mm_features = [SimpleNamespace(identifier=image, mm_position=place)]
+        request.all_token_ids = [1, 2, 7, 7]  # its session dropped the 3
+        roster.cut_back("r", 2)
+        roster.extended(request)
+        return list(roster.chain(request)[0])
+
+    cat, dog = content("cat"), content("dog")
+    assert cat[:2] == dog[:2] and cat[2] != dog[2] and cat[3] != dog[3]
+
+
 def test_a_restart_needs_an_engine_in_a_process_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("id: mine\ntext: t\nworkload: restarted\n")
