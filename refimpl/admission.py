@@ -55,20 +55,27 @@ def _is_ready(engine: Engine, request: Request) -> bool:
     if request.status == LOADING:
         if request.request_id not in engine.finished_recving_kv_req_ids:
             return False
-        _finish_load(engine, request)
+        holds_blocks = _finish_load(engine, request)
         was_preempted = request.num_preemptions > 0
         request.status = RequestStatus.PREEMPTED if was_preempted else RequestStatus.WAITING
+        # One that holds nothing any more must not wait in front of those that do.
+        if not holds_blocks and len(engine.kv_holding_waiting) > 1:
+            return False
     if request.status == AWAITING_INPUT:
         return False
     # Stale tokens that are still to be delivered would come twice if the request ran before them.
     return not request.num_stale_output_tokens or request.drop_stale_output
 
 
-def _finish_load(engine: Engine, request: Request) -> None:
-    """Publish what an asynchronous load brought; after a failure, what is left of it."""
+def _finish_load(engine: Engine, request: Request) -> bool:
+    """Publish what an asynchronous load brought; after a failure, what is left of it.
+
+    Returns whether the request still holds blocks.
+    """
     manager = engine.kv_cache_manager
     request_id = request.request_id
-    if request_id in engine.failed_recving_kv_req_ids and not request.num_computed_tokens:
+    has_lost_all = request_id in engine.failed_recving_kv_req_ids and not request.num_computed_tokens
+    if has_lost_all:
         manager.free(request)
         # It starts again from nothing: its own reservation must not block it.
         engine.inflight_prefills.discard(request)
@@ -78,6 +85,7 @@ def _finish_load(engine: Engine, request: Request) -> None:
     request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
     engine.failed_recving_kv_req_ids.discard(request_id)
     engine.finished_recving_kv_req_ids.remove(request_id)
+    return not has_lost_all
 
 
 def _look_up(engine: Engine, request: Request) -> tuple[KVCacheBlocks, int, int, bool] | None:

@@ -681,11 +681,13 @@ def _names_sources(connector: type) -> bool:
 
 
 def starved(scheduler: Any, request: Any, end: int, block_size: int) -> bool:
-    """Return whether only blocks reserved for the failed load prevent a load up to `end` tokens.
+    """Return whether blocks kept for a load that is over prevent a load up to `end` tokens.
 
     vLLM's scheduler leaves a request whose asynchronous load failed completely, be it a sibling's,
-    among the prefills in flight, and keeps blocks free for it. False where the engine reserves
-    nothing, has several KV cache groups, or lacks blocks for another reason. Reads only.
+    among the prefills in flight, and keeps blocks free for it. It also leaves it in front of those
+    that hold blocks: if their loads are over, too, they cannot go on as long as it waits for
+    memory. False where the engine reserves nothing, has several KV cache groups, or lacks blocks
+    for another reason. Reads only.
     """
     inflight = getattr(scheduler, "_inflight_prefills", ())
     manager = scheduler.kv_cache_manager
@@ -697,9 +699,12 @@ def starved(scheduler: Any, request: Any, end: int, block_size: int) -> bool:
     remaining = scheduler._request_remaining_blocks
     verifying = getattr(scheduler, "_spec_decode_step_blocks", 0)
     verifying = verifying() if callable(verifying) else verifying  # a method until 0.31
-    others = sum(remaining(other) for other in inflight if other is not request) + verifying
-    spare = manager.block_pool.get_num_free_blocks() - others - -(-end // block_size)
-    return bool(0 <= spare < remaining(request))
+    behind = [other for other in inflight if other is not request]
+    kept = sum(map(remaining, behind)) + verifying
+    spare = manager.block_pool.get_num_free_blocks() - kept - -(-end // block_size)
+    if spare < 0:
+        return any(each.request_id in scheduler.finished_recving_kv_req_ids for each in behind)
+    return bool(spare < remaining(request))
 
 
 def added_ends(call: Call) -> set[tuple[str, str]]:

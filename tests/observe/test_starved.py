@@ -12,11 +12,17 @@ from kvconform.observe.observer import starved
 
 
 def scheduler(
-    request: object, *others: object, free: int, held: Any = ((),), verifying: Any = 0
+    request: object,
+    *others: object,
+    free: int,
+    held: Any = ((),),
+    verifying: Any = 0,
+    finished: frozenset[str] = frozenset(),
 ) -> Any:
     """Return a scheduler with these prefills in flight, each of which still needs 3 blocks.
 
-    `verifying` is the number of blocks of a step with drafts.
+    `verifying` is the number of blocks of a step with drafts. `finished`: requests whose loads are
+    over, and which have not been admitted since.
     """
     manager = SimpleNamespace(
         get_block_ids=lambda _: held,
@@ -27,11 +33,16 @@ def scheduler(
         kv_cache_manager=manager,
         _request_remaining_blocks=lambda _: 3,
         _spec_decode_step_blocks=verifying,
+        finished_recving_kv_req_ids=finished,
     )
 
 
 class Request:
     request_id = "a"
+
+
+class Behind:
+    request_id = "b"
 
 
 @pytest.mark.parametrize(
@@ -50,6 +61,13 @@ def test_who_stands_in_the_own_way(free: int, others: int, verifying: Any, expec
     request = Request()
     engine = scheduler(request, *(Request() for _ in range(others)), free=free, verifying=verifying)
     assert starved(engine, request, end=8, block_size=4) is expected
+
+
+def test_who_waits_for_one_behind_it_whose_load_is_over() -> None:
+    request = Request()
+    for req, free, expected in (("b", 4, True), ("b", 8, False), ("d", 4, False)):
+        engine = scheduler(request, Behind(), free=free, finished=frozenset({req}))
+        assert starved(engine, request, 8, 4) is expected, (req, free)
 
 
 def test_nothing_is_kept_for_a_request_that_is_not_in_flight_or_has_blocks() -> None:

@@ -51,6 +51,21 @@ def test_a_failed_load_does_not_reserve_blocks_against_its_own_retry() -> None:
     assert theirs.requests["r0"].num_tokens == 24
 
 
+def test_who_lost_its_blocks_waits_behind_those_whose_loads_are_over() -> None:
+    # 10 blocks: r1 holds 3 of them, and 5 more are kept free for it and for drafts
+    setup = Setup(num_blocks=11, spec=2)
+    asks = [
+        Ask("r0", tuple(range(14)), 2, answers=((12, True),), failures=("request",)),
+        Ask("r1", tuple(range(100, 116)), 2, answers=((12, True),)),
+    ]
+    ours, theirs = pair(setup, *asks)
+    for rig in (ours, theirs):
+        rig.run(60)
+    assert not ours.s.has_requests()
+    assert [each.num_output_tokens for each in ours.requests.values()] == [2, 2]
+    assert len(theirs.s.kv_holding_waiting) == 2  # r0 waits for r1, which is behind it
+
+
 def test_tokens_computed_on_a_failed_synchronous_load_do_not_count() -> None:
     """R136: the step after the failed one was in flight already and read what was not loaded."""
     ask = Ask("r0", tuple(range(12)), 4, answers=((8, False),), failures=((1,),))

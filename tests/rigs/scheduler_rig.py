@@ -416,10 +416,11 @@ def repair(scheduler: Any) -> Any:
     All the rest can then be compared exactly. docs/reference-vs-vllm.md explains each difference;
     tests/refimpl/test_reference_scheduler_differences.py shows each on an unrepaired scheduler.
     """
-    finish, finish_load, cut_back = (
+    finish, finish_load, cut_back, unblock = (
         scheduler.finish_requests,
         scheduler._update_waiting_for_remote_kv,
         scheduler._handle_invalid_blocks,
+        scheduler._handle_blocked_waiting_request,
     )
 
     def finish_in_order(request_ids: Any, status: RequestStatus) -> list[Request]:
@@ -431,6 +432,14 @@ def repair(scheduler: Any) -> Any:
         finish_load(request)
         if not any(scheduler.kv_cache_manager.get_block_ids(request.request_id)):
             scheduler._inflight_prefills.discard(request)
+
+    def unblock_holders(request: Request) -> bool:
+        was_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        is_ready = unblock(request)
+        lost_all = was_loading and not any(
+            scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        )
+        return is_ready and not (lost_all and len(scheduler.kv_holding_waiting) > 1)
 
     def cut_back_and_drop(
         invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
@@ -456,6 +465,8 @@ def repair(scheduler: Any) -> Any:
     scheduler.finish_requests = finish_in_order
     scheduler._update_waiting_for_remote_kv = finish_load_and_reservation
     scheduler._handle_invalid_blocks = cut_back_and_drop
+    if hasattr(scheduler, "kv_holding_waiting"):
+        scheduler._handle_blocked_waiting_request = unblock_holders
     return scheduler
 
 
