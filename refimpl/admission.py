@@ -74,8 +74,9 @@ def _finish_load(engine: Engine, request: Request) -> bool:
     """
     manager = engine.kv_cache_manager
     request_id = request.request_id
-    has_lost_all = request_id in engine.failed_recving_kv_req_ids and not request.num_computed_tokens
-    if has_lost_all:
+    has_failed = request_id in engine.failed_recving_kv_req_ids
+    holds_blocks = not has_failed or request.num_computed_tokens > 0
+    if not holds_blocks:
         manager.free(request)
         # It starts again from nothing: its own reservation must not block it.
         engine.inflight_prefills.discard(request)
@@ -85,7 +86,7 @@ def _finish_load(engine: Engine, request: Request) -> bool:
     request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
     engine.failed_recving_kv_req_ids.discard(request_id)
     engine.finished_recving_kv_req_ids.remove(request_id)
-    return not has_lost_all
+    return holds_blocks
 
 
 def _look_up(engine: Engine, request: Request) -> tuple[KVCacheBlocks, int, int, bool] | None:

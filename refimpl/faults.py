@@ -17,11 +17,14 @@ class Faults:
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
-        self._armed: dict[str, frozenset[int] | None] = {}
+        self._armed: dict[str, tuple[frozenset[int] | None, int | None]] = {}
 
-    def arm(self, req_id: str, positions: Iterable[int] | None) -> None:
-        """Lose the chunks of the next load that hold these token positions; None: all of them."""
-        self._armed[req_id] = None if positions is None else frozenset(positions)
+    def arm(self, req_id: str, positions: Iterable[int] | None, rank: int | None = None) -> None:
+        """Lose the chunks of the next load that hold these token positions; None: all of them.
+
+        With `rank`, lose only that rank's shards.
+        """
+        self._armed[req_id] = None if positions is None else frozenset(positions), rank
 
     def disarm(self, req_id: str) -> None:
         """Cancel what is armed for a request, if anything."""
@@ -29,11 +32,11 @@ class Faults:
 
     def strike(self, load: Load) -> Load:
         """Drop the armed chunks of a planned load from the store; return the load unchanged."""
-        positions = self._armed.pop(load.req, frozenset())
+        positions, rank = self._armed.pop(load.req, (frozenset(), None))
         low = load.start
         for piece in load.pieces:
             high = low + len(piece.slots)
             if positions is None or not positions.isdisjoint(range(low, high)):
-                self._store.drop(piece.key)
+                self._store.drop(piece.key, rank)
             low = high
         return load

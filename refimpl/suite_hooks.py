@@ -21,12 +21,14 @@ class SuiteHooks:
         """Return the inspector of this half."""
         return Inspector()
 
-    def kvconform_fail_load(self, req_id: str, positions: Iterable[int] | None = None) -> None:
+    def kvconform_fail_load(
+        self, req_id: str, positions: Iterable[int] | None = None, rank: int | None = None
+    ) -> None:
         """Make the chunks of these token positions vanish before the request's next load.
 
-        Scheduler half. None: the chunks of all positions.
+        Scheduler half. None: the chunks of all positions. `rank`: only that rank's shards of them.
         """
-        self._faults.arm(req_id, positions)
+        self._faults.arm(req_id, positions, rank)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]

@@ -150,6 +150,9 @@ CAPABILITIES: dict[str, Capability] = {
         "what an operator may ask of the stored KV, by the methods of its kvconform_controller()",
     ),
     "fault_injection": Capability(False, _YES_NO, "lets the harness make loads fail"),
+    "fault_injection_by_rank": Capability(
+        False, _YES_NO, "lets the harness make loads fail of which one rank has lost its share"
+    ),
     "kv_events": Capability(False, _YES_NO, "publishes KV events for all that it stores"),
     "names_sources": Capability(
         False, _YES_NO, "counts every token of a load under host, p2p or disk, none as unspecified"

@@ -362,10 +362,16 @@ class Shutdown(Model):
 
 
 class FailLoad(Model):
-    """The request whose next load fails, and the token positions at which it fails."""
+    """The request whose next load fails, and the token positions at which it fails.
+
+    `rank`: only what that rank has stored is lost. What other ranks compute upon such a load is
+    wrong in the later stages and, of the ranks of its stage, in those that are driven after it: the
+    one that samples is the last one.
+    """
 
     req: Req
     positions: list[Natural] | Literal["all"] = "all"
+    rank: Natural | None = None
 
 
 @lru_cache(maxsize=64)
@@ -624,7 +630,7 @@ class FailLoadStep(BaseStep):
     @property
     def needs(self) -> str | None:
         """The capability to make loads fail."""
-        return "fault_injection"
+        return "fault_injection" if self.fail_load.rank is None else "fault_injection_by_rank"
 
     def mentions(self) -> set[str]:
         """Return the request."""

@@ -250,20 +250,46 @@ class Executor:
         """
         metadata = output.kv_connector_metadata
         results: list[Any] = []
-        failed: set[str] = set()
+        before: list[Rank] = []
         for rank in self.ranks.members:
             with self.ranks.driving(rank):
                 if rank is not self.ranks.leader:
                     rank.worker.begin(output, list(self.ranks.leader.worker.fresh))
+                for each in before:
+                    same_stage = each.place.pp == rank.place.pp
+                    rank.worker.rest_upon(each.worker, same_stage=same_stage)
                 if self.reports is not None:  # every worker process unpickles its own
                     output.kv_connector_metadata = pickle_round_trip(metadata)[0] or metadata
                 self._begin_reports()
                 results.append(self._sent(rank.lifecycle.step(output)))
-                self._settle(rank)
-                failed |= self._failed(rank)
+                self._oracle.check_writes("wait_for_save")
+                device.current.finish()
+                before.append(rank)
         output.kv_connector_metadata = metadata
-        joined = results[0] if self.reports is None else self.reports.join(results)
-        return in_order(joined), failed
+        if self.reports is None:
+            joined = results[0]
+        else:
+            joined = self.reports.join(results)
+            self._join_failures(joined.kv_connector_output)
+        for rank in self.ranks.members:
+            with self.ranks.driving(rank):
+                self._settle(rank)
+        return in_order(joined), self._failed()
+
+    def _join_failures(self, joined: Any) -> None:
+        """Let what a rank reports as not loaded hold for all: the engine takes the union.
+
+        `joined`: the KVConnectorOutput. An asynchronous load is relied on when it ended on all.
+        """
+        self._received = set(getattr(joined, "finished_recving", None) or ())
+        oracles = [rank.worker.oracle for rank in self.ranks.members]
+        blocks = set[int]().union(*(oracle.failed_blocks for oracle in oracles))
+        reqs = set[str]().union(*(oracle.failed_reqs for oracle in oracles))
+        reqs |= set(getattr(joined, "failed_recving", None) or ())
+        for oracle in oracles:
+            oracle.failed_blocks, oracle.failed_reqs = set(blocks), set(reqs)
+            for grant in oracle.open_grants():
+                grant.failed |= blocks & grant.blocks
 
     def _sent(self, result: Any) -> Any:
         """Return a copy of a worker's output as it comes out of the worker's process.
@@ -287,10 +313,8 @@ class Executor:
         return result
 
     def _settle(self, rank: Rank) -> None:
-        """Judge the writes of a rank's half of the connector, and the reads of its worker."""
+        """Judge the loads of a rank's half of the connector, and the reads of its worker."""
         oracle = rank.worker.oracle
-        oracle.check_writes("wait_for_save")
-        device.current.finish()
         self._due(oracle)
         oracle.settle_reads()
         device.current.step_over()
@@ -334,11 +358,11 @@ class Executor:
             chain.append(token)
         return chain
 
-    @staticmethod
-    def _failed(rank: Rank) -> set[str]:
-        """Return the requests of this step whose blocks a rank reported as not loaded."""
-        blocks = rank.worker.oracle.failed_blocks
-        rows = rank.worker.rows if blocks else ()
+    def _failed(self) -> set[str]:
+        """Return the requests of this step whose blocks were reported as not loaded."""
+        worker = self.ranks.leader.worker
+        blocks = worker.oracle.failed_blocks
+        rows = worker.rows if blocks else ()
         return {row.state.chain.req for row in rows if blocks & set(row.state.table)}
 
     def _note_final(self, event: Event | None, row: Any, failed: set[str]) -> None:

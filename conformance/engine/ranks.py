@@ -288,7 +288,7 @@ class Follower(Worker):
         self._nonce = leader._nonce
         self._copies = leader._copies
         self._corruption = leader._corruption
-        self._unsound = set()
+        self.unsound = {}
         if output.total_num_scheduled_tokens:
             book = self.cache.book
             self._computed = Content.of(book, leader._computed.ids, self._nonce)

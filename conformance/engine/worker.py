@@ -149,8 +149,9 @@ class Worker:
         scheduled."""
         self.failing: set[str] = set()
         """Requests whose load was made to fail."""
-        self._unsound: set[int] = set()
-        """Rows that have read memory that a failed load has not filled, in this step."""
+        self.unsound: dict[int, int] = {}
+        """Rows that have read memory that a failed load has not filled, in this step, and the first
+        layer whose attention has. -1: that of an earlier stage."""
         self._nonce = 0
         self.scheduled: set[str] = set()
         self._poison([HandedOut(0, "the null block")])
@@ -223,7 +224,7 @@ class Worker:
         self.rows = self.batch.rows(output)
         self._nonce = (self._nonce + 1) & 0xFFFF
         self._corruption = {}
-        self._unsound = set()
+        self.unsound = {}
         contents = []
         for row in self.rows:
             content = row.content()
@@ -337,18 +338,29 @@ class Worker:
         elif not group.recurrent:
             self.overlap.note(layer, reads.written)
         computed = self._computed
-        if self._unsound and not group.recurrent:
-            computed = self._with_unsound()
+        if self.unsound and not group.recurrent:
+            computed = self._with_unsound(layer)
         self.cache.write(layer, reads.written, computed, reads.source)
 
-    def _with_unsound(self) -> Content:
+    def rest_upon(self, earlier: Worker, *, same_stage: bool) -> None:
+        """Take over which rows a rank that is driven before this one has computed upon a failed load.
+
+        Ranks of one stage add up their attention after each layer.
+        """
+        for row, layer in earlier.unsound.items():
+            self._note_unsound(row, layer if same_stage else -1)
+
+    def _note_unsound(self, row: int, layer: int) -> None:
+        self.unsound[row] = min(layer, self.unsound.get(row, layer))
+
+    def _with_unsound(self, layer: int) -> Content:
         """Return what a step writes to a layer, where attention to garbage has changed some rows.
 
         The KV of a layer is made of the attention of the layers before it.
         """
         ids = self._computed.ids.copy()
         ends = np.cumsum([row.count for row in self.rows])
-        for number in sorted(self._unsound):
+        for number in sorted(row for row, since in self.unsound.items() if since < layer):
             content = [self.registry.unsound(each) for each in self.rows[number].content().tolist()]
             end = int(ends[number])
             ids[end - len(content) : end] = content
@@ -405,7 +417,7 @@ class Worker:
             for index in indices:
                 self.oracle.wrong_read(layer, chain, index + offset, int(reads.slots[index]))
             if self.failing and self._rests_on_failure(layer, reads.slots[indices]):
-                self._unsound.add(number)
+                self._note_unsound(number, layer)
             if layer == self.cache.drafter:
                 continue  # wrong drafts are rejected
             bytes_read = self.cache.read(layer, reads.slots[indices]).contiguous().numpy().tobytes()

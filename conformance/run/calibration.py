@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -218,7 +219,10 @@ def profile_of(target: Target, tmp: Path) -> Profile:
             learn("notes", found.notes)
         if found.partial and "best_effort" not in caps:
             learn("best_effort", True)
-    learn("fault_injection", hasattr(cls, "kvconform_fail_load"))
+    fail_load = getattr(cls, "kvconform_fail_load", None)
+    learn("fault_injection", fail_load is not None)
+    by_rank = fail_load is not None and "rank" in inspect.signature(fail_load).parameters
+    learn("fault_injection_by_rank", by_rank)
     if not takes_every_stage(cls):
         learn("pipeline_parallel", False)
     if not {"store", "saves", "async_load"} <= set(caps):

@@ -499,9 +499,9 @@ class Driver:
         self.inputs += 1
         tokens = self._tokens(f"{more.req}/{self.inputs}", more.then) or [0]
         items = [item.model_dump() for item in more.mm]
+        session = self.engine.scheduler.requests.get(req_id)
         if items:
             _place(items, tokens)
-            session = self.engine.scheduler.requests.get(req_id)
             self._iterate_until(lambda: self._ended(req_id) or session.status == AWAITING_INPUT)
             if self._ended(req_id):
                 return  # by a bug of the engine
@@ -638,7 +638,8 @@ class Driver:
             return
         req_id = self.state.ids[fail.req]
         positions = None if fail.positions == "all" else list(fail.positions)
-        self.engine.connector.kvconform_fail_load(req_id, positions)
+        where = {} if fail.rank is None else {"rank": fail.rank}
+        self.engine.connector.kvconform_fail_load(req_id, positions, **where)
         self.state.failing.add(req_id)
         for rank in self.engine.ranks.members:
             rank.worker.failing.add(req_id)

@@ -190,10 +190,14 @@ class ChunkStore:
         data = None if stored is None else unseal(name, stored)
         return {} if data is None else unpacked(data)
 
-    def drop(self, key: str) -> None:
-        """Forget one chunk, if it is present. A chunk that cannot be deleted stays present."""
+    def drop(self, key: str, rank: int | None = None) -> None:
+        """Forget one chunk, if it is present, or a rank's shard of it.
+
+        A chunk that cannot be deleted stays present.
+        """
         self._latest = ("", {})
-        for name in self.names(key):
+        names = self.names(key)
+        for name in names if rank is None else names[rank : rank + 1]:
             self._delete(name)
 
     def _delete(self, name: str) -> None:

@@ -10,6 +10,7 @@ import copy
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from kvconform.refimpl.faulty import Target, with_arguments
 from kvconform.refimpl.keys import root_key
 from kvconform.refimpl.plan import Load, Piece, ReferenceMetadata, Save
 from kvconform.refimpl.variants.plain import Plain
-from kvconform.refimpl.variants.ranks import Drifting
+from kvconform.refimpl.variants.ranks import Drifting, OwnShards
 from kvconform.refimpl.variants.threads import SavingThreads
 
 if TYPE_CHECKING:
@@ -408,3 +409,26 @@ def last_stage_sits_out(step: Any, life: Any, output: Any) -> Any:
     if _samples_nothing(life, output):
         return ModelRunnerOutput(req_ids=[], req_id_to_index={}, sampled_token_ids=[])
     return step(life, output)
+
+
+class OnlyFirstRankNames(OwnShards):
+    """Only its first rank names blocks that were not loaded, also if another one lacks them."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._is_first = vllm_config.parallel_config.rank == 0
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        found = super().get_block_ids_with_load_errors()
+        return found if self._is_first else set()
+
+
+class KeepsOwnShard(OwnShards):
+    """A rank that has stored its shard of a chunk does not store it again.
+
+    If another rank's load of the step failed, the shard is made of garbage.
+    """
+
+    def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
+        missing = tuple(piece for piece in save.pieces if not self._store.has(piece.key))
+        super()._save_layer(epoch, replace(save, pieces=missing), layer, kv_layer)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
 from kvconform.refimpl.connector import ReferenceConnector
 from kvconform.refimpl.plan import Load
 
@@ -48,6 +50,33 @@ class LosesShards(ReferenceConnector):
             self._bad |= lost
             load = replace(load, pieces=load.pieces[:-1])
         super()._load(load, layers)
+
+
+class OwnShards(ReferenceConnector):
+    """Each rank looks only for its own shard of a chunk, and names the blocks that it lacks."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.WORKER:
+            rank = vllm_config.parallel_config.rank
+            self._store._ranks = range(rank, rank + 1)
+
+
+class FirstRankReports(ReferenceConnector):
+    """Its first rank names the blocks of chunks that are gone on all ranks, and no other rank does.
+
+    vLLM takes the union of what the ranks name. What only one rank cannot read, it names itself.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._is_first = vllm_config.parallel_config.rank == 0
+
+    def _load(self, load: Load, layers: Any) -> None:
+        gone = [piece for piece in load.pieces if not self._store.has(piece.key)]
+        super()._load(load, layers)
+        if not self._is_first:
+            self._invalid -= set[int]().union(*(piece.blocks(self._block_size) for piece in gone))
 
 
 class FailsById(LosesShards, Drifting):

@@ -55,6 +55,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "selective": (f"{HERE}.saving:Selective", {}),
     "retrying": (f"{HERE}.retrying:Retrying", {"load": "async", "load_delay": 2}),
     "bounded-loads": (f"{HERE}.loading:BoundedLoads", {}),
+    "own-shards": (f"{HERE}.ranks:OwnShards", {}),
+    "first-rank-reports": (f"{HERE}.ranks:FirstRankReports", {}),
     "own-hashes": (f"{HERE}.habits:OwnHashes", {}),
     "never-hits": (f"{HERE}.loading:NeverHits", {}),
     "chunk-256": ("kvconform.refimpl.connector:ReferenceConnector", {"chunk_tokens": 256}),
