@@ -343,7 +343,7 @@ class Worker:
         self.cache.write(layer, reads.written, computed, reads.source)
 
     def rest_upon(self, earlier: Worker, *, same_stage: bool) -> None:
-        """Take over which rows a rank that is driven before this one has computed upon a failed load.
+        """Take over which rows an earlier rank of this step has computed upon a failed load.
 
         Ranks of one stage add up their attention after each layer.
         """
