@@ -41,7 +41,7 @@ def command(
         option("--template", metavar="DIR", help="begin a new connector there, one that passes"),
     ] = None,
     run: Annotated[
-        bool, option("--run/--no-run", help="run a first check, one case per subject [--run]")
+        bool, option("--run/--no-run", help="run a first check, of a dozen cases [--run]")
     ] = True,
     workers: Annotated[
         int | None,
@@ -158,5 +158,5 @@ def _judge(repository: Path, workers: int | None) -> None:
     code = launch.run(loaded)
     again = os.environ.get(THROUGH) or "kvconform run"
     place = shlex.quote(str(repository))
-    typer.echo(f"\nThat was one case per subject. All of them: cd {place} && {again}")
+    typer.echo(f"\nThose were a dozen cases. All of them: cd {place} && {again}")
     raise typer.Exit(code)

@@ -310,6 +310,8 @@ def unasked(
 
 def contradicted(declared: Any, seen: Any) -> str:
     """Return the doubt about a declared capability whose observed value is another one."""
+    if isinstance(declared, bool) and isinstance(seen, bool):
+        return "but was seen" if seen else "but was not seen"
     return f"but seen to be {_plain(seen)} and not {_plain(declared)}"
 
 

@@ -189,8 +189,16 @@ def _readmitted(trace: list[Event], event: Event) -> Story | None:
         if changes:
             changed, what = changes[-1]
             text = f"request {req} of this step has another block table since {what}"
+            if _has_grown(mine):
+                text = f"request {req} of this step has got more tokens and blocks since {what}"
             return Story(req, text, suspected=changed)
     return None
+
+
+def _has_grown(mine: list[Stay]) -> bool:
+    """Return whether the last stay's table goes on with that of the stay before."""
+    *_, before, last = [Stay(0, 0, []), *mine]
+    return bool(before.table) and last.table[: len(before.table)] == before.table
 
 
 def _taken(
@@ -227,7 +235,7 @@ def _taken(
 
 def _held(req: str, pos: int, stay: Stay, block: int) -> str:
     until = f" to step {stay.preempted}" if stay.preempted is not None else " on"
-    return f"block {block} of request {req} held position {pos} from step {stay.since}{until}"
+    return f"block {block} of request {req} held position {pos} from step {stay.got[block]}{until}"
 
 
 def _misplaced(mine: list[Stay], loaded: int, wanted: int) -> Iterator[tuple[int | None, str]]:
@@ -246,7 +254,8 @@ def _misplaced(mine: list[Stay], loaded: int, wanted: int) -> Iterator[tuple[int
         ):
             block = stay.table[wanted]
             text = (
-                f"block {block} is block {wanted} of the request's table from step {stay.since} on;"
+                f"block {block} is block {wanted} of the request's table from step"
+                f" {stay.got[block]} on;"
                 f" it was block {loaded} of it before {before.change}:"
                 " a load that uses the old table writes there"
             )
@@ -269,7 +278,7 @@ def _outdated(
         if last is None or not before or held == wanted or held >= len(stay.table):
             continue
         text = (
-            f"block {stay.table[held]} held it from step {stay.since} on,"
+            f"block {stay.table[held]} held it from step {stay.got[stay.table[held]]} on,"
             f" as block {held} of the table of request {req}"
         )
         if wanted >= len(joined) or joined[wanted] != stay.table[held]:
@@ -661,8 +670,9 @@ def _of_origin(trace: list[Event], event: Event) -> list[Event]:
 
     These are the admissions, preemptions and resumptions of the request that the bytes were
     computed for, and of the one that `tell` names, the saves of both around the position, and the
-    steps in which these saves were made, or the position was computed. For poison that was taken
-    too early, they are what happened to its block, as far as that is known.
+    steps in which these saves were made, or the position was computed, and the failed loads before
+    it if that made it wrong. For poison that was taken too early, they are what happened to its
+    block, as far as that is known.
     """
     place = source(event)
     if place is None:
@@ -688,6 +698,8 @@ def _of_origin(trace: list[Event], event: Event) -> list[Event]:
             return e["kind"] == "req.finished" or e["direction"] == "send"
         if e["kind"] == "req.state":
             return "PREEMPTED" in (e["from"], e["to"])
+        if e["kind"] == "load.due":
+            return event.get("found") == "on_failed_load" and e["reported_failed"]
         if e["kind"] == "req.scheduled":
             computes = e.get("computed", 0) <= pos < e.get("computed", 0) + e.get("scheduled", 0)
             return (

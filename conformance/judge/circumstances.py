@@ -57,7 +57,7 @@ WORDS = {
     "write over a hit": ("over the local hit",),
     "write to a lost block": ("request go on",),
     "write to block 0": ("null block",),
-    "local hit": ("adds to the local hit",),
+    "local hit": ("adds to the local hit", "for the local hit"),
     "kernel blocks": ("kernel block",),
     "hit": ("promot",),
     "release before a load": ("gives blocks up before",),

@@ -211,7 +211,7 @@ class CountMonitor(Monitor):
                         e,
                         e,
                         lambda: (
-                            f"the first time was in step {before}",
+                            f"this is number {number}, and the first was in step {before}",
                             f"{text}{self.of(e)}, at most {most} allowed",
                         ),
                     )

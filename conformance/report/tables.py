@@ -37,7 +37,7 @@ COUNTED = {
 """Statuses that the tables only count. Errors have a section of their own."""
 SILENT = (
     "the requirements of these areas did not come up or do not apply here;"
-    " cases of the same name judge other areas"
+    " what cases of the same name judge counts in other areas"
 )
 """What it means that an area has no verdict: most cases about preemption judge loads and saves."""
 COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (

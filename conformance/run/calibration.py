@@ -242,12 +242,16 @@ def profile_of(target: Target, tmp: Path) -> Profile:
             doubts["store"] += (
                 " (no KV came back in plain runs; if a server has it, is that there?)"
             )
-        if prompt == 0 and calibration.broke and sources["store"] == "inferred":
+        if prompt == 0 and calibration.broke:
             doubts["store"] = f"from a plain run that broke off: {calibration.broke}"
+            if sources["store"] != "inferred":
+                doubts["store"] = f"but a plain run broke off: {calibration.broke}"
         if calibration.failed:
             doubts["store"] = "but a load of a plain prompt was reported as failed"
         if not stores:
             learn("saves", "none")
+            if "store" in doubts:
+                doubts.pop("saves", None)  # it says the same
         else:
             learn("saves", "all" if more > length else "prompt")
         if prompt > block and "best_effort" not in caps:

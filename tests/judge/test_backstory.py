@@ -398,7 +398,7 @@ def test_a_save_by_an_old_table_to_which_only_later_blocks_were_added() -> None:
     )
     story = tell(run, run[-1])
     assert story is not None and (story.req, story.side, story.outdated) == ("a", "save", 4)
-    assert "block 8 held it from step 6 on, as block 2 of the table of request a" in story.text
+    assert "block 8 held it from step 9 on, as block 2 of the table of request a" in story.text
     assert "before the preemption in step 4, with the blocks that came later, it is block 3" in (
         story.text
     )

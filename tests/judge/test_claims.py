@@ -118,10 +118,10 @@ def test_reasons_are_one_sentence() -> None:
 @pytest.mark.parametrize(
     ("declared", "name", "says"),
     [
-        ({"hma": True}, "hma", "seen to be no and not yes"),
+        ({"hma": True}, "hma", "was not seen"),
         ({"saves": "prompt"}, "saves", "seen to be all and not prompt"),
-        ({"store": False}, "store", "seen to be yes and not no"),
-        ({"async_load": True}, "async_load", "seen to be no and not yes"),
+        ({"store": False}, "store", "was seen"),
+        ({"async_load": True}, "async_load", "was not seen"),
         ({"best_effort": True}, "best_effort", ""),
         ({"saves": "all"}, "saves", ""),
         (
@@ -153,8 +153,7 @@ def test_a_store_that_keeps_nothing_may_be_a_server_that_is_not_there(tmp_path: 
     )
     profile = profile_of(target, tmp_path)
     assert profile.doubts["store"] == (
-        "but seen to be no and not yes"
-        " (no KV came back in plain runs; if a server has it, is that there?)"
+        "but was not seen (no KV came back in plain runs; if a server has it, is that there?)"
     )
 
 

@@ -119,7 +119,7 @@ def test_count() -> None:
         in found.violations[0].check
     )
     later = run(req, {**one, "step": 3}, {**one, "step": 5})
-    assert later.violations[0].message == "the first time was in step 3"
+    assert later.violations[0].message == "this is number 2, and the first was in step 3"
     least = requirement(event="transfer.reported", count={"per": "e.req", "min": 2})
     found = run(least, reported("a"), reported("b"), reported("b"), END)
     assert [(v.req, v.seq, v.event) for v in found.violations] == [("a", 3, 0)]

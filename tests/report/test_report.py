@@ -292,7 +292,7 @@ def test_a_doubt_about_a_capability_is_in_every_report(
     told = judged(collector, 0)
     told.capabilities = {"store": True, "hma": False}
     told.sources = {"store": "declared", "hma": "declared"}
-    told.doubts = {"store": "but seen to be no and not yes"}
+    told.doubts = {"store": "but was not seen"}
     collector.add(CaseReport.from_dict(json.loads(json.dumps(told.to_dict()))))
     rows, found = collector.finish(date(2026, 1, 1), complete=True)
     header = jsonl.header_of(collector, [])

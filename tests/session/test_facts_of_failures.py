@@ -40,7 +40,7 @@ best_effort = false
 fault_injection = false
 """
 DOUBTED = "fault_injection"
-DOUBT = "but seen to be yes and not no"
+DOUBT = "but was seen"
 
 
 @dataclass
