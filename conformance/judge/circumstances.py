@@ -67,8 +67,11 @@ WORDS = {
 }
 """Beginnings of words by which a usual cause (`wrong` of a requirement) names a circumstance."""
 
-TELLING = frozenset(WORDS) - {"placeholders", "reset", "local hit", "hit"}
+TELLING = frozenset(WORDS) - {"placeholders", "reset", "hit"}
 """Circumstances that few runs have. The others come up in most runs that could fail at all."""
+
+OWN = frozenset({"local hit"})
+"""Circumstances that matter to the request in which they come up."""
 
 
 def absent(trace: Iterable[Event], failure: Event) -> tuple[str, ...]:
@@ -77,11 +80,14 @@ def absent(trace: Iterable[Event], failure: Event) -> tuple[str, ...]:
     What a hook was called with is recorded after the hook, which may already fail by it.
     """
     missing = dict(_CAME_UP)
+    req = failure.get("req")
     for event in trace:
         if event["seq"] > failure["seq"] and event["step"] != failure["step"]:
             break
+        is_other = req is not None and event.get("req") != req
         for name in [name for name, came_up in missing.items() if came_up(event)]:
-            del missing[name]
+            if not (is_other and name in OWN):
+                del missing[name]
     return tuple(missing)
 
 

@@ -62,6 +62,13 @@ def test_an_engine_of_several_may_have_more_ranks() -> None:
     assert "several ranks" in absent(trace, trace[1])
 
 
+def test_a_local_hit_matters_to_the_request_that_has_it() -> None:
+    hit = {"kind": "lookup", "req": "a", "local": 4, "tokens": 0, "seq": 0, "step": 1}
+    for req, ruled_out in (("a", False), ("b", True), (None, False)):
+        failure = {"kind": "load.due", "req": req, "seq": 1, "step": 2}
+        assert ("local hit" in absent([hit, failure], failure)) is ruled_out
+
+
 def test_placeholders_come_up_in_a_step_that_a_hook_cuts_short() -> None:
     trace = [
         {"kind": "hook.returned", "hook": "build_connector_meta", "seq": 0, "step": 2},
@@ -103,7 +110,7 @@ def test_only_the_beginning_of_a_word_names_a_circumstance() -> None:
         ("load.only-grant", None, "write to block 0", r"Takes the null block .*"),
         ("load.only-grant", None, "kernel blocks", r"Takes block ids .* kernel blocks\."),
         ("lookup.last-token", None, "", r"Claims .* last token\."),
-        ("lookup.last-token", None, "local hit", r"Claims .*; or returns the length .*"),
+        ("lookup.last-token", None, "local hit", r"Returns the length .*; or claims .*"),
         ("load.only-grant", None, "abort, write to a lost block", r"Lets [^;]* aborted [^;]*"),
         ("load.only-grant", None, "abort, preemption", ""),
         ("load.only-grant", None, "drafts", ""),
