@@ -309,7 +309,7 @@ class Origin:
         if self.kind == "poison":
             return (
                 f"poison that the engine put into block {self.pos} when it was handed out"
-                " (and nothing has overwritten there)"
+                " (not overwritten until then)"
             )
         what = "a rejected draft" if self.kind == "draft" else f"token {self.token}"
         which = f" (incarnation {self.generation})" if self.generation else ""
