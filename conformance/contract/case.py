@@ -37,6 +37,7 @@ from kvconform.contract.requirement import (
 )
 from kvconform.contract.situation import policies, situations
 from kvconform.contract.steps import (
+    ONE_BYTE,
     UNREPEATABLE,
     Add,
     CacheDType,
@@ -209,8 +210,12 @@ class Config(Model):
 
     @property
     def weights(self) -> tuple[Any, ...]:
-        """What tells the model apart from others whose prompts have the same tokens."""
-        return self.model, self.revision, self.quantization, self.hf_overrides
+        """What tells the model apart from others whose prompts have the same tokens.
+
+        So does the format of a cache of bytes: the tensors of all such formats are alike.
+        """
+        fp8 = self.cache_dtype if self.cache_dtype in ONE_BYTE else None
+        return self.model, self.revision, self.quantization, self.hf_overrides, fp8
 
     @property
     def ranks(self) -> int:

@@ -539,7 +539,9 @@ class IdleStep(BaseStep):
 
 
 DType = Literal["float32", "float16", "bfloat16"]
-CacheDType = Literal["auto", "float16", "bfloat16", "fp8"]
+CacheDType = Literal["auto", "float16", "bfloat16", "fp8", "fp8_e5m2"]
+ONE_BYTE = ("fp8", "fp8_e5m2")
+"""The quantised ones. vLLM gives both tensors of bytes."""
 Layout = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 
 

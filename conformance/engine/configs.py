@@ -16,6 +16,7 @@ import torch
 from kvconform.compat import groups, vllm_api
 from kvconform.config.target import Target
 from kvconform.contract.case import Config, Variant
+from kvconform.contract.steps import ONE_BYTE
 from kvconform.engine.schedulers import configure_policies
 from kvconform.kv.cache import PagedCache
 from kvconform.kv.provenance import text_id
@@ -106,7 +107,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 LAYERS, HEADS, HEAD_DIM = 2, 2, 16
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Data types of models by name; all of them represent the codes exactly."""
-CACHE_DTYPES = {**DTYPES, "fp8": torch.uint8}
+CACHE_DTYPES = {**DTYPES, **dict.fromkeys(ONE_BYTE, torch.uint8)}
 """Those of KV caches. The tensors of a quantised cache have bytes, as vLLM's do."""
 
 

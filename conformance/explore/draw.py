@@ -237,6 +237,7 @@ FORMATS: tuple[tuple[Data, Data], ...] = (
     ({"cache_dtype": "float16"}, {"cache_dtype": "bfloat16"}),
     ({"dtype": "float16"}, {"cache_dtype": "bfloat16"}),
     ({"cache_dtype": "bfloat16"}, {"cache_dtype": "fp8"}),
+    ({"cache_dtype": "fp8"}, {"cache_dtype": "fp8_e5m2"}),
 )
 """What an engine has before and after a restart over the same store."""
 BACKENDS: tuple[tuple[Data, Data], ...] = (

@@ -55,6 +55,13 @@ class AnyCacheDtype(_OneRoot):
         config.cache_config.cache_dtype = "auto"
 
 
+class ByTensorDtype(_OneRoot):
+    """Takes the data type of the KV tensors into its keys, which all formats of bytes share."""
+
+    def _level(self, config: VllmConfig) -> None:
+        config.cache_config.cache_dtype = config.cache_config.cache_dtype.partition("_")[0]
+
+
 class AnyCodec(_OneRoot):
     """Leaves the codec out of its keys."""
 
