@@ -47,7 +47,8 @@ def root_key(vllm_config: VllmConfig, codec: str = "raw") -> bytes:
     # The tokens of a block are split over so many ranks, and the layers.
     slices = parallel.decode_context_parallel_size
     if slices > 1:
-        parts.append(f"cp{slices}")
+        run = getattr(parallel, "cp_kv_cache_interleave_size", 1)  # older releases have none
+        parts.append(f"cp{slices} by {run}" if run > 1 else f"cp{slices}")
     stages = parallel.pipeline_parallel_size
     if stages > 1:
         parts.append(f"pp{stages}")

@@ -25,20 +25,23 @@ NULL_BLOCK = 0
 class Share(NamedTuple):
     """A rank's share of the tokens in a block.
 
-    All of them, or with decode context parallelism every `ranks`-th. `block_size`: tokens per block
-    of the scheduler, which is `ranks` times the number of tokens per block in a rank's memory.
+    All of them, or with decode context parallelism one in `ranks` runs of `run` tokens.
+    `block_size`: tokens per block of the scheduler, which is `ranks` times the number of tokens per
+    block in a rank's memory.
     """
 
     block_size: int
     rank: int = 0
     ranks: int = 1
+    run: int = 1
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Share:
         """Return the share of the configuration's rank."""
         parallel = vllm_config.parallel_config
         ranks = parallel.decode_context_parallel_size
-        return cls(vllm_config.cache_config.block_size * ranks, parallel.rank % ranks, ranks)
+        run = getattr(parallel, "cp_kv_cache_interleave_size", 1)  # older releases have none
+        return cls(vllm_config.cache_config.block_size * ranks, parallel.rank % ranks, ranks, run)
 
 
 def has_window(kv_cache_config: KVCacheConfig) -> bool:
@@ -124,8 +127,10 @@ def _here(slots: Sequence[int], share: Share | None) -> tuple[torch.Tensor, Sequ
     """
     if share is None or share.ranks == 1:
         return torch.empty(0, dtype=torch.long), slots
-    mine = [index for index, slot in enumerate(slots) if slot % share.ranks == share.rank]
-    return torch.tensor(mine, dtype=torch.long), [slots[index] // share.ranks for index in mine]
+    run, ranks = share.run, share.ranks
+    mine = [index for index, slot in enumerate(slots) if slot // run % ranks == share.rank]
+    here = [slots[index] // (run * ranks) * run + slots[index] % run for index in mine]
+    return torch.tensor(mine, dtype=torch.long), here
 
 
 def _index(layer: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -251,7 +251,7 @@ def registered(
         told=getattr(cache_config, "kv_cache_layout", None),
         shape=list(first.shape),
         strides=list(first.stride()),
-        context_ranks=cache.share[1],
+        context_ranks=cache.share.ranks,
         kernel_blocks=cache.kernel_blocks,
         own_shape=None,
         own_strides=None,

@@ -147,6 +147,10 @@ class Config(Model):
         default=1,
         description="neighbouring tensor parallel ranks that a block's tokens are split over",
     )
+    context_interleave: PositiveInt = Field(
+        default=1,
+        description="tokens in a row that one of these ranks holds (cp_kv_cache_interleave_size)",
+    )
     long_prefill_threshold: Annotated[int, Field(ge=0)] = Field(
         default=0, description="long_prefill_token_threshold, 0 = off"
     )
@@ -292,6 +296,7 @@ OPTIONS: dict[str, str] = {
     "tensor_parallel": "tensor_parallel_size",
     "pipeline_parallel": "pipeline_parallel_size",
     "context_parallel": "decode_context_parallel_size",
+    "context_interleave": "cp_kv_cache_interleave_size",
     "long_prefill_threshold": "long_prefill_token_threshold",
     "window": "hf_overrides",
     "prefix_match_unit": "prefix_match_unit",
@@ -456,9 +461,13 @@ class Case(Model):
                 "config: context_parallel needs groups [latent], and must divide tensor_parallel"
             )
         if any(
-            size % each.context_parallel for each, sizes in self.configurations for size in sizes
+            size % (each.context_parallel * each.context_interleave)
+            for each, sizes in self.configurations
+            for size in sizes
         ):
-            raise ValueError("config: context_parallel must divide the block size")
+            raise ValueError(
+                "config: context_parallel times context_interleave must divide the block size"
+            )
         if config.tensor_parallel > 2 and not latent:
             raise ValueError("config: more than two tensor parallel ranks need groups [latent]")
         for each, _ in self.configurations:

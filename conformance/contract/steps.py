@@ -556,6 +556,9 @@ class Otherwise(Model):
     context_parallel: Literal[1, 2, 3, 4] | None = Field(
         default=None, description="ranks that a block's tokens are split over"
     )
+    context_interleave: PositiveInt | None = Field(
+        default=None, description="tokens in a row that one of them holds"
+    )
     dtype: DType | None = Field(default=None, description="of the model, and so of its KV")
     cache_dtype: CacheDType | None = Field(
         default=None, description="of the KV cache, if it is not the model's"

@@ -28,7 +28,7 @@ from kvconform.engine.lifecycle import Lifecycle
 from kvconform.engine.worker import Worker
 from kvconform.kernels.codes import CodeBook
 from kvconform.kv import device
-from kvconform.kv.cache import Group, PagedCache, SlicedCache
+from kvconform.kv.cache import Group, PagedCache, Slice, SlicedCache
 from kvconform.kv.content import Content
 from kvconform.kv.provenance import HandedOut, Registry
 
@@ -37,8 +37,8 @@ from kvconform.kv.provenance import HandedOut, Registry
 class Place:
     """Where a rank stands: pipeline stage `pp` of `stages`, shard `tp` of `shards`.
 
-    `slices`: ranks that the tokens of a block are split over, neighbours among the shards. If there
-    are several, the heads are not split; if there are fewer than shards, several ranks have the
+    `slices`: ranks that the tokens of a block are split over, neighbours among the shards, `run`
+    tokens in a row each. If there are several, the heads are not split; if there are fewer than shards, several ranks have the
     same tokens.
     """
 
@@ -47,6 +47,7 @@ class Place:
     stages: int
     shards: int
     slices: int = 1
+    run: int = 1
 
     @property
     def rank(self) -> int:
@@ -72,12 +73,14 @@ def places(settings: Config, *, with_connector: bool) -> list[Place]:
 
     That is stage by stage, and the rank that samples last. Without a connector there is one rank.
     """
-    stages = shards = slices = 1
+    stages = shards = slices = run = 1
     if with_connector:
         stages = settings.pipeline_parallel
         shards = settings.tensor_parallel
-        slices = settings.context_parallel
-    found = [Place(pp, tp, stages, shards, slices) for pp in range(stages) for tp in range(shards)]
+        slices, run = settings.context_parallel, settings.context_interleave
+    found = [
+        Place(pp, tp, stages, shards, slices, run) for pp in range(stages) for tp in range(shards)
+    ]
     return sorted(found, key=lambda place: (place.samples, place.rank))
 
 
@@ -179,8 +182,8 @@ def shard(
         book, own = cast(CodeBook, rank_book), cast(Registry, RankRegistry(registry, rank_book))
     cache: PagedCache
     if latent and not place.alone:  # one head, which cannot be split; perhaps the tokens are
-        slices = (place.tp % place.slices, place.slices)
-        cache = SlicedCache(book, num_blocks, block_size, *slices, groups=groups, **options)
+        share = Slice(place.tp % place.slices, place.slices, place.run)
+        cache = SlicedCache(book, num_blocks, block_size, share, groups=groups, **options)
     else:
         cache = PagedCache(book, num_blocks, block_size, groups=groups, **options)
     cache.names = [f"model.layers.{numbers[i]}.self_attn.attn" for i in layers]
@@ -228,6 +231,7 @@ def widen(config: Any, place: Place) -> None:
         parallel.pipeline_parallel_size = place.stages
         parallel.world_size = place.shards * place.stages
         parallel.decode_context_parallel_size = place.slices
+        parallel.cp_kv_cache_interleave_size = place.run
 
 
 class _Group:

@@ -373,6 +373,8 @@ def one(
     if theme == "ranks" and "tensor_parallel" in extra and not drafts and dice.one_in(2):
         ranks, degree = dice.pick(SLICES)
         extra |= {"groups": ["latent"], "tensor_parallel": ranks, "context_parallel": degree}
+        if block % (2 * ranks) == 0 and dice.one_in(3):
+            extra["context_interleave"] = 2
         if ranks > 2 and dice.one_in(2):
             degree = dice.pick([1, 2, 4] if ranks == 4 else [1])
             _restart_with_other_shards(steps, {"context_parallel": degree})

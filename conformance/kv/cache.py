@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,34 @@ from kvconform.kernels.codes import CodeBook
 from kvconform.kv import device
 from kvconform.kv.access import Pages, access
 from kvconform.kv.content import ALL, Content, Index, part_of
+
+
+class Slice(NamedTuple):
+    """The tokens of every block that a rank holds: `run` in a row, of `ranks` such runs one.
+
+    vLLM calls the run cp_kv_cache_interleave_size (v1/worker/block_table.py:
+    ComputeSlotMappingKernel). All offsets and positions are the scheduler's except where noted.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    run: int = 1
+
+    def has(self, offsets: np.ndarray) -> np.ndarray:
+        """Return for which offsets [n] in a block, or positions, the rank holds the token."""
+        return offsets // self.run % self.ranks == self.rank
+
+    def inside(self, offsets: np.ndarray) -> np.ndarray:
+        """Return the offsets [n] in the rank's own block."""
+        return offsets // (self.run * self.ranks) * self.run + offsets % self.run
+
+    def outside(self, own: np.ndarray) -> np.ndarray:
+        """Return the offsets [n] of the rank's own offsets."""
+        return (own // self.run * self.ranks + self.rank) * self.run + own % self.run
+
+
+WHOLE = Slice()
+"""All tokens."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +311,7 @@ class PagedCache:
             found.append(in_memory.permute(0, *(1 + axis for axis in order)))
         return found
 
-    share: tuple[int, int] = (0, 1)
+    share: Slice = WHOLE
     """(n, of): the cache holds every `of`-th token of a block, from the n-th on."""
 
     @property
@@ -456,50 +484,51 @@ class PagedCache:
 
 
 class SlicedCache(PagedCache):
-    """The KV cache of a rank that holds every n-th token of a block: decode context parallelism.
+    """The KV cache of a rank that holds a slice of every block: decode context parallelism.
 
-    Of `ranks` ranks, position p is on rank p % ranks. A block of the scheduler spans `ranks` times
-    the tokens of a block in a rank's memory. Slots are the scheduler's, as everywhere in the
-    harness; only this class knows where in its rank's memory they are. Writes to slots of other
-    ranks are dropped, and those slots are never found wrong. `block_size` is the scheduler's;
-    ValueError if it cannot be split.
+    A block of the scheduler spans `ranks` times the tokens of a block in a rank's memory. Slots are
+    the scheduler's, as everywhere in the harness; only this class knows where in its rank's memory
+    they are. Writes to slots of other ranks are dropped, and those slots are never found wrong.
+    `block_size` is the scheduler's; ValueError if it cannot be split.
     """
 
     def __init__(
-        self, book: CodeBook, num_blocks: int, block_size: int, rank: int, ranks: int, **kwargs: Any
+        self, book: CodeBook, num_blocks: int, block_size: int, share: Slice, **kwargs: Any
     ) -> None:
-        if block_size % ranks:
-            raise ValueError(f"blocks of {block_size} tokens cannot be split over {ranks} ranks")
-        self.share = (rank, ranks)
+        if block_size % (share.ranks * share.run):
+            raise ValueError(
+                f"blocks of {block_size} tokens cannot be split over {share.ranks} ranks"
+            )
+        self.share = share
         super().__init__(book, num_blocks, block_size, **kwargs)
 
     @property
     def registered(self) -> tuple[Group, ...]:
         """See PagedCache."""
         return tuple(
-            replace(group, block_size=group.block_size // self.share[1]) for group in self.groups
+            replace(group, block_size=group.block_size // self.share.ranks) for group in self.groups
         )
 
     def _layers(
         self, pages: torch.Tensor, depth: int, group: Group, layout: str
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        mine = replace(group, block_size=group.block_size // self.share[1])
-        return super()._layers(pages[: pages.numel() // self.share[1]], depth, mine, layout)
+        mine = replace(group, block_size=group.block_size // self.share.ranks)
+        return super()._layers(pages[: pages.numel() // self.share.ranks], depth, mine, layout)
 
     def _mine(self, slots: np.ndarray) -> np.ndarray:
         """Return the indices of the slots that this rank holds."""
-        rank, ranks = self.share
-        return np.flatnonzero(slots % self.stride % ranks == rank)
+        return np.flatnonzero(self.share.has(slots % self.stride))
 
     def _place(self, blocks: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See PagedCache."""
-        return super()._place(blocks, offsets // self.share[1])
+        return super()._place(blocks, self.share.inside(offsets))
 
     def mapping(self, slots: np.ndarray, group: Group) -> np.ndarray:
         """See PagedCache."""
-        rank, ranks = self.share
-        here = slots // self.stride * (group.block_size // ranks) + slots % self.stride // ranks
-        return np.where(slots % self.stride % ranks == rank, here, -1)
+        offsets = slots % self.stride
+        own_size = group.block_size // self.share.ranks
+        here = slots // self.stride * own_size + self.share.inside(offsets)
+        return np.where(self.share.has(offsets), here, -1)
 
     def write(self, layer: int, slots: np.ndarray, content: Content, which: Index = ALL) -> None:
         """See PagedCache."""
@@ -535,6 +564,5 @@ class SlicedCache(PagedCache):
 
     def changed_slots(self, touched: torch.Tensor | None) -> np.ndarray:
         """See PagedCache."""
-        rank, ranks = self.share
         slots = super().changed_slots(touched)
-        return slots // self.stride * self.stride + slots % self.stride * ranks + rank
+        return slots // self.stride * self.stride + self.share.outside(slots % self.stride)

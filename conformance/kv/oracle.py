@@ -18,7 +18,7 @@ import torch
 from kvconform.contract.events import WRITES
 from kvconform.contract.trace import Trace
 from kvconform.kv import device
-from kvconform.kv.cache import Group, PagedCache
+from kvconform.kv.cache import WHOLE, Group, PagedCache, Slice
 from kvconform.kv.content import Content
 from kvconform.kv.provenance import Chain, Diagnosis, Registry, diagnose
 
@@ -60,7 +60,7 @@ class Grant:
     is_async: bool
     tables: Sequence[list[int]]
     groups: Sequence[Group]
-    share: tuple[int, int] = (0, 1)
+    share: Slice = WHOLE
     open: bool = True
     started_step: int = 0
     late: set[tuple[int, int]] = field(default_factory=set)
@@ -84,9 +84,8 @@ class Grant:
 
     def _slots_in(self, group: Group, table: list[int]) -> np.ndarray:
         """Return the slots [end - start] that a layer of a group wants on this rank."""
-        rank, ranks = self.share
         positions = np.arange(self.start, self.end)
-        return np.where(positions % ranks == rank, self._all_slots_in(group, table), -1)
+        return np.where(self.share.has(positions), self._all_slots_in(group, table), -1)
 
     def _all_slots_in(self, group: Group, table: list[int]) -> np.ndarray:
         """Return the slots [end - start] that a layer of a group wants on all ranks together."""
@@ -179,7 +178,7 @@ class Grant:
         blocks, number = np.unique(self.slots[layer, there] // self.stride, return_inverse=True)
         times = np.zeros(len(blocks), dtype=np.int64)
         np.maximum.at(times, number, self.times[layer, there])
-        slots = 1 if group.recurrent else group.block_size // self.share[1]
+        slots = 1 if group.recurrent else group.block_size // self.share.ranks
         return int(times.sum()) * slots
 
     def missing(self) -> list[int]:
@@ -285,8 +284,8 @@ class Shape(Protocol):
         """KV cache groups."""
 
     @property
-    def share(self) -> tuple[int, int]:
-        """(n, of): the cache holds every `of`-th token of a block, from the n-th on."""
+    def share(self) -> Slice:
+        """The tokens of a block that the cache holds."""
 
     @property
     def group_of(self) -> np.ndarray:

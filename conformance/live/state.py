@@ -16,7 +16,7 @@ import torch
 
 from kvconform.contract.case import GroupKind
 from kvconform.contract.trace import Event
-from kvconform.kv.cache import Group
+from kvconform.kv.cache import WHOLE, Group, Slice
 from kvconform.kv.provenance import ROOT, Adapter, Chain, HandedOut, Identity, extend
 
 
@@ -254,7 +254,7 @@ class Shape:
     num_blocks: int
     groups: tuple[Group, ...]
     names: list[str]
-    share: tuple[int, int] = (0, 1)
+    share: Slice = WHOLE
     drafts: int = 0
     group_of: np.ndarray = field(init=False)
 

@@ -62,6 +62,23 @@ class ByTensorDtype(_OneRoot):
         config.cache_config.cache_dtype = config.cache_config.cache_dtype.partition("_")[0]
 
 
+class AnyRuns(_OneRoot):
+    """Leaves out of its keys how many tokens in a row a rank holds that splits those of a block."""
+
+    def _level(self, config: VllmConfig) -> None:
+        config.parallel_config.cp_kv_cache_interleave_size = 1
+
+
+class OneInARow(ReferenceConnector):
+    """Takes every second token of a block for its rank's own, however many are in a row."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._share = self._share._replace(run=1)
+
+
 class AnyCodec(_OneRoot):
     """Leaves the codec out of its keys."""
 

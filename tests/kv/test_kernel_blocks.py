@@ -8,7 +8,7 @@ import pytest
 
 from access_rig import foreign, way  # noqa: F401
 from kvconform.kernels.codes import CodeBook
-from kvconform.kv.cache import PagedCache, SlicedCache
+from kvconform.kv.cache import PagedCache, Slice, SlicedCache
 from kvconform.kv.content import Content
 
 BOOK = CodeBook(layers=2, heads=2, head_dim=16)
@@ -63,7 +63,7 @@ def test_a_block_must_be_whole_kernel_blocks() -> None:
 
 
 def test_the_share_of_a_rank_is_split() -> None:
-    cache = SlicedCache(BOOK, 5, 2 * BLOCK, 1, 2, kernel_block_size=KERNEL)
+    cache = SlicedCache(BOOK, 5, 2 * BLOCK, Slice(1, 2), kernel_block_size=KERNEL)
     slots = np.arange(2 * 2 * BLOCK, 3 * 2 * BLOCK)
     wanted = content(2 * BLOCK)
     cache.write(0, slots, wanted)
