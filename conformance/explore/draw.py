@@ -388,6 +388,8 @@ def one(
             _promise_nothing(steps)
         if engine == "vllm" and _fits_two_ranks(extra) and dice.one_in(4):
             extra["tensor_parallel"] = 2
+    if theme == "failing" and not extra and dice.one_in(4):
+        extra |= _fail_on_one_rank(dice, engine, steps)
     if theme == "plain" and not simple and not extra and dice.one_in(12):
         extra["narrow_layer"] = dice.pick(["first", "last"])
     restart = next((step for step in steps if step.get("restart") == "engine"), None)
@@ -529,6 +531,15 @@ def _other_shards(engine: str, extra: Data) -> list[Data]:
         return [{"pipeline_parallel": 1}, {"tensor_parallel": 2, "pipeline_parallel": 1}]
     stages = [{"tensor_parallel": 1, "pipeline_parallel": 2}] if engine == "vllm" else []
     return [{"tensor_parallel": 1}, *stages]
+
+
+def _fail_on_one_rank(dice: Dice, engine: str, steps: list[Data]) -> Data:
+    """Let loads fail of which one of two ranks has lost its share; return the degrees."""
+    for step in steps:
+        if "fail-load" in step:
+            step["fail-load"]["rank"] = dice.number(0, 1)
+    kinds = ["tensor_parallel", "pipeline_parallel"] if engine == "vllm" else ["tensor_parallel"]
+    return {dice.pick(kinds): 2}
 
 
 def _restart_with_other_shards(steps: list[Data], change: Data) -> None:
