@@ -38,11 +38,13 @@ def admit_waiting(engine: Engine, step: Step) -> None:
         request = queue[0]
         outcome = _admit(engine, step, request) if _is_ready(engine, request) else "skip"
         if outcome == "stop":
+            if queue is engine.kv_holding_waiting and not _holds_blocks(request):
+                # Where it is, it would keep those from going on that hold what it waits for.
+                engine.waiting.prepend_requests([queue.popleft()])
             break
         queue.popleft()
         if outcome == "skip":
-            holds_blocks = request.num_computed_tokens > 0 or request.status == LOADING
-            (skipped_holding if holds_blocks else skipped_others).append(request)
+            (skipped_holding if _holds_blocks(request) else skipped_others).append(request)
     engine.kv_holding_waiting.prepend_requests(skipped_holding)
     engine.waiting.prepend_requests(skipped_others)
 
@@ -55,28 +57,24 @@ def _is_ready(engine: Engine, request: Request) -> bool:
     if request.status == LOADING:
         if request.request_id not in engine.finished_recving_kv_req_ids:
             return False
-        holds_blocks = _finish_load(engine, request)
+        _finish_load(engine, request)
         was_preempted = request.num_preemptions > 0
         request.status = RequestStatus.PREEMPTED if was_preempted else RequestStatus.WAITING
-        # One that holds nothing any more must not wait in front of those that do.
-        if not holds_blocks and len(engine.kv_holding_waiting) > 1:
-            return False
     if request.status == AWAITING_INPUT:
         return False
     # Stale tokens that are still to be delivered would come twice if the request ran before them.
     return not request.num_stale_output_tokens or request.drop_stale_output
 
 
-def _finish_load(engine: Engine, request: Request) -> bool:
-    """Publish what an asynchronous load brought; after a failure, what is left of it.
+def _holds_blocks(request: Request) -> bool:
+    return request.num_computed_tokens > 0 or request.status == LOADING
 
-    Returns whether the request still holds blocks.
-    """
+
+def _finish_load(engine: Engine, request: Request) -> None:
+    """Publish what an asynchronous load brought; after a failure, what is left of it."""
     manager = engine.kv_cache_manager
     request_id = request.request_id
-    has_failed = request_id in engine.failed_recving_kv_req_ids
-    holds_blocks = not has_failed or request.num_computed_tokens > 0
-    if not holds_blocks:
+    if request_id in engine.failed_recving_kv_req_ids and not request.num_computed_tokens:
         manager.free(request)
         # It starts again from nothing: its own reservation must not block it.
         engine.inflight_prefills.discard(request)
@@ -86,7 +84,6 @@ def _finish_load(engine: Engine, request: Request) -> bool:
     request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
     engine.failed_recving_kv_req_ids.discard(request_id)
     engine.finished_recving_kv_req_ids.remove(request_id)
-    return holds_blocks
 
 
 def _look_up(engine: Engine, request: Request) -> tuple[KVCacheBlocks, int, int, bool] | None:

@@ -635,7 +635,8 @@ class FailLoadStep(BaseStep):
     @property
     def needs(self) -> str | None:
         """The capability to make loads fail."""
-        return "fault_injection" if self.fail_load.rank is None else "fault_injection_by_rank"
+        by_rank = self.fail_load.rank is not None
+        return "fault_injection and fault_injection_by_rank" if by_rank else "fault_injection"
 
     def mentions(self) -> set[str]:
         """Return the request."""

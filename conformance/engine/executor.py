@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -250,21 +250,19 @@ class Executor:
         """
         metadata = output.kv_connector_metadata
         results: list[Any] = []
-        before: list[Rank] = []
-        for rank in self.ranks.members:
-            with self.ranks.driving(rank):
-                if rank is not self.ranks.leader:
-                    rank.worker.begin(output, list(self.ranks.leader.worker.fresh))
-                for each in before:
-                    same_stage = each.place.pp == rank.place.pp
-                    rank.worker.rest_upon(each.worker, same_stage=same_stage)
-                if self.reports is not None:  # every worker process unpickles its own
-                    output.kv_connector_metadata = pickle_round_trip(metadata)[0] or metadata
-                self._begin_reports()
-                results.append(self._sent(rank.lifecycle.step(output)))
-                self._oracle.check_writes("wait_for_save")
-                device.current.finish()
-                before.append(rank)
+        done: list[Rank] = []
+        try:
+            for rank in self.ranks.members:
+                with self.ranks.driving(rank):
+                    if self.reports is not None:  # every worker process unpickles its own
+                        output.kv_connector_metadata = pickle_round_trip(metadata)[0] or metadata
+                    results.append(self._step_of(rank, done, output))
+                done.append(rank)
+        except BaseException:
+            for rank in done:  # what they have shown is true all the same
+                with self.ranks.driving(rank):
+                    self._settle(rank)
+            raise
         output.kv_connector_metadata = metadata
         if self.reports is None:
             joined = results[0]
@@ -275,6 +273,21 @@ class Executor:
             with self.ranks.driving(rank):
                 self._settle(rank)
         return in_order(joined), self._failed()
+
+    def _step_of(self, rank: Rank, before: Sequence[Rank], output: Any) -> Any:
+        """Run the step on a rank, after those `before`; return its output as it is sent."""
+        if rank is not self.ranks.leader:
+            rank.worker.begin(output, list(self.ranks.leader.worker.fresh))
+        for each in before:
+            same_stage = each.place.pp == rank.place.pp
+            rank.worker.rest_upon(each.worker, same_stage=same_stage)
+        self._begin_reports()
+        result = self._sent(rank.lifecycle.step(output))
+        self._oracle.check_writes("wait_for_save")
+        device.current.finish()
+        for grant in self._oracle.open_grants():
+            grant.reported |= grant.is_async and grant.req in self._received
+        return result
 
     def _join_failures(self, joined: Any) -> None:
         """Let what a rank reports as not loaded hold for all: the engine takes the union.
@@ -313,8 +326,13 @@ class Executor:
         return result
 
     def _settle(self, rank: Rank) -> None:
-        """Judge the loads of a rank's half of the connector, and the reads of its worker."""
+        """Judge the loads of a rank's half of the connector, and the reads of its worker.
+
+        Threads, or peers, may have written while later ranks were driven.
+        """
         oracle = rank.worker.oracle
+        oracle.check_writes("wait_for_save")
+        device.current.finish()
         self._due(oracle)
         oracle.settle_reads()
         device.current.step_over()

@@ -38,8 +38,8 @@ class Place:
     """Where a rank stands: pipeline stage `pp` of `stages`, shard `tp` of `shards`.
 
     `slices`: ranks that the tokens of a block are split over, neighbours among the shards, `run`
-    tokens in a row each. If there are several, the heads are not split; if there are fewer than shards, several ranks have the
-    same tokens.
+    tokens in a row each. If there are several, the heads are not split; if there are fewer than
+    shards, several ranks have the same tokens.
     """
 
     pp: int

@@ -322,6 +322,7 @@ def one(
         elif engine == "vllm" and needs is None and dice.one_in(3):
             other = dice.pick(["sliding", "state"])
             extra |= {"groups": ["full", other], "window": dice.pick([5, 6, 8, 11])}
+            _end_at_the_prompt(steps)
         elif dice.one_in(2):
             own: Data = dice.pick([{"num_blocks": 96}] * 2 + OTHERWISE)
             extra["engines"][name] = {"role": ENGINES[name], **own}
@@ -531,6 +532,13 @@ def _other_shards(engine: str, extra: Data) -> list[Data]:
         return [{"pipeline_parallel": 1}, {"tensor_parallel": 2, "pipeline_parallel": 1}]
     stages = [{"tensor_parallel": 1, "pipeline_parallel": 2}] if engine == "vllm" else []
     return [{"tensor_parallel": 1}, *stages]
+
+
+def _end_at_the_prompt(steps: list[Data]) -> None:
+    """Let producers generate one token: behind more, a window, or state, is another one."""
+    for step in steps:
+        if step.get("add", {}).get("hand_over"):
+            step["add"]["max_tokens"] = 1
 
 
 def _fail_on_one_rank(dice: Dice, engine: str, steps: list[Data]) -> Data:

@@ -14,7 +14,7 @@ It happens around a load that failed, in four ways:
   long_prefill_token_threshold), the other request reads blocks that are filled in part.
 - It goes on keeping blocks free for an asynchronous load that failed. If the pool cannot hold the
   request twice, its retry is never admitted, and neither are the requests that wait behind it. It
-  also lets the retry wait in front of requests that hold blocks and whose loads are over.
+  also lets the retry wait in front of requests that hold what it waits for, and could go on.
 
 A request that loses its place in a step, in which it was scheduled before, leaves blocks in the
 prefix cache that this step would have computed.
@@ -55,8 +55,8 @@ UNCOMPUTED = (
 )
 RELAYED = "the engine did not pass on {what} ({guarantee})"
 STARVED = (
-    "the engine kept blocks from request {req} for a load that was over: its own, which had failed,"
-    " or that of a request behind it (engine.retry-admitted)"
+    "the engine kept blocks from request {req} for the load of its own that had failed, or let"
+    " it wait in front of a request that held them (engine.retry-admitted)"
 )
 FORGOTTEN = (
     "the engine forgot session {req}, whose turn ended when it was preempted"

@@ -49,7 +49,8 @@ class Grant:
     until the engine relied on it, or it failed. `due` is the load.due event of a grant that was
     incomplete then although no failure was reported, and `chain` its request's. `failed` are the
     blocks reported as failed so far, which may be steps before the load is due. `given_up` means
-    that the request was reported as a whole.
+    that the request was reported as a whole; `reported`, that this rank has reported the end of the
+    load, which is due when the ranks that report have.
     """
 
     transfer: str
@@ -68,6 +69,7 @@ class Grant:
     chain: Chain | None = None
     failed: set[int] = field(default_factory=set)
     given_up: bool = False
+    reported: bool = False
     written: np.ndarray = field(init=False)
     times: np.ndarray = field(init=False)
     slots: np.ndarray = field(init=False)
@@ -488,9 +490,13 @@ class Oracle(Loads):
     def _granted(self, grant: Grant, layer: int, slot: int, after_hook: str) -> None:
         pos = grant.position(layer, slot)
         assert pos is not None
-        if (layer, pos) in grant.late or not grant.open:
+        if (layer, pos) in grant.late or grant.reported or not grant.open:
             grant.late.discard((layer, pos))
-            after = "the layer had been read" if grant.open else "the load had been relied on"
+            after = "the layer had been read"
+            if not grant.open:
+                after = "the load had been relied on"
+            elif grant.reported:
+                after = "this rank had reported the load"
             origin = f"bytes that arrived in {after_hook}, after {after}"
             self.trace.emit(
                 "kv.wrong",

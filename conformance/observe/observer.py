@@ -10,6 +10,7 @@ from typing import Any
 
 from kvconform.compat.local_hits import LocalHits
 from kvconform.compat.step import ended_transfers
+from kvconform.compat.vllm_api import RequestStatus
 from kvconform.contract.events import ENGINE_FIELD
 from kvconform.contract.trace import Event, Trace
 from kvconform.kv.oracle import Grant, Loads
@@ -681,13 +682,13 @@ def _names_sources(connector: type) -> bool:
 
 
 def starved(scheduler: Any, request: Any, end: int, block_size: int) -> bool:
-    """Return whether blocks kept for a load that is over prevent a load up to `end` tokens.
+    """Return whether a load up to `end` tokens waits for blocks of loads that are over.
 
     vLLM's scheduler leaves a request whose asynchronous load failed completely, be it a sibling's,
     among the prefills in flight, and keeps blocks free for it. It also leaves it in front of those
-    that hold blocks: if their loads are over, too, they cannot go on as long as it waits for
-    memory. False where the engine reserves nothing, has several KV cache groups, or lacks blocks
-    for another reason. Reads only.
+    that hold blocks: if they could go on, they do not as long as it waits for what they hold.
+    False where the engine reserves nothing, has several KV cache groups, or lacks blocks for
+    another reason. Reads only.
     """
     inflight = getattr(scheduler, "_inflight_prefills", ())
     manager = scheduler.kv_cache_manager
@@ -699,12 +700,17 @@ def starved(scheduler: Any, request: Any, end: int, block_size: int) -> bool:
     remaining = scheduler._request_remaining_blocks
     verifying = getattr(scheduler, "_spec_decode_step_blocks", 0)
     verifying = verifying() if callable(verifying) else verifying  # a method until 0.31
-    behind = [other for other in inflight if other is not request]
-    kept = sum(map(remaining, behind)) + verifying
+    kept = sum(remaining(other) for other in inflight if other is not request) + verifying
     spare = manager.block_pool.get_num_free_blocks() - kept - -(-end // block_size)
-    if spare < 0:
-        return any(each.request_id in scheduler.finished_recving_kv_req_ids for each in behind)
-    return bool(spare < remaining(request))
+    if spare >= 0:
+        return bool(spare < remaining(request))
+    waiting = getattr(scheduler, "kv_holding_waiting", ())
+    for other in (each for each in waiting if each is not request):
+        loads = other.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        if not loads or other.request_id in scheduler.finished_recving_kv_req_ids:
+            spare += sum(map(len, manager.get_block_ids(other.request_id)))
+            spare += remaining(other) if other in inflight else 0
+    return bool(spare >= 0)
 
 
 def added_ends(call: Call) -> set[tuple[str, str]]:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -221,8 +221,7 @@ def profile_of(target: Target, tmp: Path) -> Profile:
             learn("best_effort", True)
     fail_load = getattr(cls, "kvconform_fail_load", None)
     learn("fault_injection", fail_load is not None)
-    by_rank = fail_load is not None and "rank" in inspect.signature(fail_load).parameters
-    learn("fault_injection_by_rank", by_rank)
+    learn("fault_injection_by_rank", fail_load is not None and _takes(fail_load, "rank"))
     if not takes_every_stage(cls):
         learn("pipeline_parallel", False)
     if not {"store", "saves", "async_load"} <= set(caps):
@@ -358,6 +357,14 @@ def hand_over(target: Target, tmp: Path) -> HandOver:
         notes=any(e["held"] and e["released"] and not e["early"] for e in ends),
         partial=any(0 < e["loaded"] < e["offered"] - variant.block_size for e in ends),
     )
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function has a parameter of that name; False if that is not known."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def takes_every_stage(cls: type[Any]) -> bool:

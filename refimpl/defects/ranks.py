@@ -432,3 +432,17 @@ class KeepsOwnShard(OwnShards):
     def _save_layer(self, epoch: int, save: Save, layer: str, kv_layer: torch.Tensor) -> None:
         missing = tuple(piece for piece in save.pieces if not self._store.has(piece.key))
         super()._save_layer(epoch, replace(save, pieces=missing), layer, kv_layer)
+
+
+class EarlyOnFastRank(Drifting):
+    """Its first rank reports a load when it begins; the other one, which is slower, is honest."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._is_first = vllm_config.parallel_config.rank == 0
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent, received = super().get_finished(finished_req_ids)
+        if self._is_first:
+            received = {load.req for load in self._metadata().loads if load.is_async} or None
+        return sent, received

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -77,6 +78,47 @@ class FirstRankReports(ReferenceConnector):
         super()._load(load, layers)
         if not self._is_first:
             self._invalid -= set[int]().union(*(piece.blocks(self._block_size) for piece in gone))
+
+
+class OneRankReports(ReferenceConnector):
+    """A peer writes to all ranks, and tells the first one alone, which reports for all.
+
+    `get_finished_count` says so. The bytes of the other ranks arrive on threads of the peer's.
+    """
+
+    _workers: ClassVar[dict[tuple[str, int], OneRankReports]] = {}
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._name = str(vllm_config.kv_transfer_config.engine_id)
+        self._rank = vllm_config.parallel_config.rank
+        self._others = range(1, vllm_config.parallel_config.world_size)
+        if role == KVConnectorRole.WORKER:
+            self._workers[self._name, self._rank] = self
+
+    def get_finished_count(self) -> int:
+        """Return how many ranks report a transfer."""
+        return 1
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._rank:
+            for epoch, save in self._save_queue.poll():
+                self._save(epoch, save, self._layers)
+            self._sent.clear()
+            return None, None
+        sent, received = super().get_finished(finished_req_ids)
+        ended = received or set()
+        for other in [self._workers[self._name, rank] for rank in self._others]:
+            for load in other._load_queue.take(lambda load: load.req in ended):
+                thread = Thread(target=other._load, args=(load, other._layers))
+                thread.start()
+                thread.join()
+        return sent, received
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._workers.get((self._name, self._rank)) is self:
+            del self._workers[self._name, self._rank]
 
 
 class FailsById(LosesShards, Drifting):

@@ -57,6 +57,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bounded-loads": (f"{HERE}.loading:BoundedLoads", {}),
     "own-shards": (f"{HERE}.ranks:OwnShards", {}),
     "first-rank-reports": (f"{HERE}.ranks:FirstRankReports", {}),
+    "one-rank-reports": (f"{HERE}.ranks:OneRankReports", {"load": "async", "load_delay": 2}),
     "own-hashes": (f"{HERE}.habits:OwnHashes", {}),
     "never-hits": (f"{HERE}.loading:NeverHits", {}),
     "chunk-256": ("kvconform.refimpl.connector:ReferenceConnector", {"chunk_tokens": 256}),

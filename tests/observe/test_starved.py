@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from kvconform.observe.observer import starved
 
@@ -17,7 +19,7 @@ def scheduler(
     free: int,
     held: Any = ((),),
     verifying: Any = 0,
-    finished: frozenset[str] = frozenset(),
+    finished: Sequence[str] = (),
 ) -> Any:
     """Return a scheduler with these prefills in flight, each of which still needs 3 blocks.
 
@@ -43,6 +45,7 @@ class Request:
 
 class Behind:
     request_id = "b"
+    status = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 @pytest.mark.parametrize(
@@ -63,11 +66,26 @@ def test_who_stands_in_the_own_way(free: int, others: int, verifying: Any, expec
     assert starved(engine, request, end=8, block_size=4) is expected
 
 
-def test_who_waits_for_one_behind_it_whose_load_is_over() -> None:
-    request = Request()
-    for req, free, expected in (("b", 4, True), ("b", 8, False), ("d", 4, False)):
-        engine = scheduler(request, Behind(), free=free, finished=frozenset({req}))
-        assert starved(engine, request, 8, 4) is expected, (req, free)
+@pytest.mark.parametrize(
+    ("waits", "finished", "free", "expected"),
+    [
+        (True, ["b"], 4, True),  # it holds 2 blocks, and 3 are kept for it
+        (True, ["b"], 0, True),
+        (True, ["b"], 8, False),  # it is admitted
+        (True, [], 4, False),  # that load is still under way
+        (True, ["b"], -1, False),  # there is no room, whatever it gives back
+        (False, ["b"], 4, False),  # it is not behind it
+    ],
+)
+def test_who_waits_for_one_behind_it(
+    waits: bool, finished: list[str], free: int, expected: bool
+) -> None:
+    request, behind = Request(), Behind()
+    engine = scheduler(request, behind, free=free, finished=finished)
+    engine.kv_holding_waiting = [request, behind] if waits else [request]
+    held = {"a": ((),), "b": ([5, 6],)}
+    engine.kv_cache_manager.get_block_ids = held.__getitem__
+    assert starved(engine, request, 8, 4) is expected
 
 
 def test_nothing_is_kept_for_a_request_that_is_not_in_flight_or_has_blocks() -> None:

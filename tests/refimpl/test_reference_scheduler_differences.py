@@ -66,6 +66,31 @@ def test_who_lost_its_blocks_waits_behind_those_whose_loads_are_over() -> None:
     assert len(theirs.s.kv_holding_waiting) == 2  # r0 waits for r1, which is behind it
 
 
+def test_who_lost_its_blocks_lets_a_session_go_on_that_comes_later() -> None:
+    asks = [
+        Ask("s", tuple(range(20)), 8, session=True),
+        Ask(
+            "r",
+            tuple(range(100, 114)),
+            2,
+            answers=((12, True),),
+            load_steps=4,
+            failures=("request",),
+        ),
+    ]
+    ours, theirs = pair(Setup(num_blocks=11), asks[0])
+    for rig in (ours, theirs):
+        rig.step()
+        rig.add(asks[1])
+        for _ in range(12):
+            rig.step()
+        for tokens in ((7, 8), ()):
+            rig.proceed("s", tokens, 2)
+            rig.run(60)
+    assert not ours.s.has_requests()
+    assert len(theirs.s.kv_holding_waiting) == 2
+
+
 def test_tokens_computed_on_a_failed_synchronous_load_do_not_count() -> None:
     """R136: the step after the failed one was in flight already and read what was not loaded."""
     ask = Ask("r0", tuple(range(12)), 4, answers=((8, False),), failures=((1,),))

@@ -416,11 +416,11 @@ def repair(scheduler: Any) -> Any:
     All the rest can then be compared exactly. docs/reference-vs-vllm.md explains each difference;
     tests/refimpl/test_reference_scheduler_differences.py shows each on an unrepaired scheduler.
     """
-    finish, finish_load, cut_back, unblock = (
+    finish, finish_load, cut_back, schedule = (
         scheduler.finish_requests,
         scheduler._update_waiting_for_remote_kv,
         scheduler._handle_invalid_blocks,
-        scheduler._handle_blocked_waiting_request,
+        scheduler.schedule,
     )
 
     def finish_in_order(request_ids: Any, status: RequestStatus) -> list[Request]:
@@ -433,13 +433,13 @@ def repair(scheduler: Any) -> Any:
         if not any(scheduler.kv_cache_manager.get_block_ids(request.request_id)):
             scheduler._inflight_prefills.discard(request)
 
-    def unblock_holders(request: Request) -> bool:
-        was_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-        is_ready = unblock(request)
-        lost_all = was_loading and not any(
-            scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        )
-        return is_ready and not (lost_all and len(scheduler.kv_holding_waiting) > 1)
+    def schedule_and_give_up_place(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        holding = scheduler.kv_holding_waiting
+        if holding and not scheduler._holds_kv_blocks(first := holding.peek_request()):
+            holding.remove_request(first)
+            scheduler.waiting.prepend_request(first)
+        return output
 
     def cut_back_and_drop(
         invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
@@ -466,7 +466,7 @@ def repair(scheduler: Any) -> Any:
     scheduler._update_waiting_for_remote_kv = finish_load_and_reservation
     scheduler._handle_invalid_blocks = cut_back_and_drop
     if hasattr(scheduler, "kv_holding_waiting"):
-        scheduler._handle_blocked_waiting_request = unblock_holders
+        scheduler.schedule = schedule_and_give_up_place
     return scheduler
 
 
