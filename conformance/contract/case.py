@@ -468,6 +468,9 @@ class Case(Model):
             raise ValueError(
                 "config: context_parallel times context_interleave must divide the block size"
             )
+        for step in self.steps:
+            if step.op == "fail-load" and (step.arg.rank or 0) >= config.ranks:
+                raise ValueError(f"fail-load: there is no rank {step.arg.rank}")
         if config.tensor_parallel > 2 and not latent:
             raise ValueError("config: more than two tensor parallel ranks need groups [latent]")
         for each, _ in self.configurations:

@@ -154,7 +154,10 @@ def ends_while_saving(dice: Dice, block: int) -> Scene:
 
 
 def session(dice: Dice, block: int) -> Scene:
-    """Continue a session, and ask for all of it again. It may be preempted in each turn."""
+    """Continue a session, and ask for its tokens again. It may be preempted in each turn.
+
+    It may be given images, which who asks again has not.
+    """
     length = dice.number(1, 3) * block + dice.pick([0, 1, 2])
     steps: list[Data] = [_add("a", length, dice.number(1, 5), session=True)]
     steps += _maybe_preempted(dice, 12)
@@ -165,8 +168,8 @@ def session(dice: Dice, block: int) -> Scene:
         given: Data = {"req": "a", "then": then, "max_tokens": more}
         if dice.one_in(4):
             at = dice.number(0, then - 1)
-            length = dice.number(1, then - at)
-            given["mm"] = [{"at": at, "length": length, "id": f"{dice.pick('xy')}{length}"}]
+            size = dice.number(1, then - at)
+            given["mm"] = [{"at": at, "length": size, "id": f"{dice.pick('xy')}{size}"}]
         steps += [{"continue": given}]
         steps += _maybe_preempted(dice, dice.number(1, 12))
     steps += [{"continue": {"req": "a", "then": 0}}, *DROP]

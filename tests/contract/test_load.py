@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvconform.contract.case import Case, Config
 from kvconform.contract.loader import SpecError, load_spec, place_and_sentence
 from kvconform.contract.profile import in_range, select
 from kvconform.contract.requirement import Requirement, version_key
-from kvconform.contract.steps import Embeds
+from kvconform.contract.steps import Continue, Embeds
 from kvconform.errors import UsageError
 
 REQUIREMENT = """\
@@ -559,6 +560,27 @@ def test_a_local_chunk_has_whole_blocks_of_every_engine() -> None:
         Case.model_validate(
             {**case, "steps": [*steps, {"restart": {"block_size": 8}}]}, strict=False
         )
+
+
+@pytest.mark.parametrize(("rank", "fits"), [(1, True), (2, False)])
+def test_the_rank_whose_share_is_lost_exists(rank: int, fits: bool) -> None:
+    failing = {"fail-load": {"req": "a", "rank": rank}}
+    case = {
+        "id": "ranks.one",
+        "area": "ranks",
+        "text": "t",
+        "config": {"tensor_parallel": 2},
+        "steps": [{"add": {"req": "a", "prompt": 9}}, failing, {"run": {}}],
+    }
+    with nullcontext() if fits else pytest.raises(ValueError, match="there is no rank 2"):
+        Case.model_validate(case)
+
+
+@pytest.mark.parametrize(("at", "fits"), [(1, True), (2, False)])
+def test_an_image_lies_within_the_new_tokens_of_a_session(at: int, fits: bool) -> None:
+    data = {"req": "a", "then": 4, "mm": [{"at": at, "length": 3, "id": "x"}]}
+    with nullcontext() if fits else pytest.raises(ValueError, match="make `then` larger"):
+        Continue.model_validate(data)
 
 
 RESTARTED = [{"add": {"req": "a", "prompt": 9}}, {"run": {}}]

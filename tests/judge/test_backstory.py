@@ -404,6 +404,20 @@ def test_a_save_by_an_old_table_to_which_only_later_blocks_were_added() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [((1, 2, 3), "got more tokens and blocks"), ((4, 5), "another block table")],
+)
+def test_a_hook_that_raises_for_a_session_that_goes_on(table: tuple[int, ...], text: str) -> None:
+    run = ending(
+        scheduled(1, "a", 1, 2, listed_as="new"),
+        scheduled(3, "a", *table, listed_as="new"),
+        last={"kind": "hook.returned", "step": 3, "error": "IndexError: tuple index out of range"},
+    )
+    story = tell(run, run[-1])
+    assert story is not None and story.text.startswith(f"request a of this step has {text} since")
+
+
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_list_of_the_engine_may_explain_what_an_old_table_does(apart: bool) -> None:
     """Kept, the list 4, 5 becomes 4, 5, 8, 8: block 8 is number 3 of it, and of 1, 2, 3, 8.

@@ -170,6 +170,12 @@ def test_what_a_run_that_broke_off_says_is_not_taken_for_silence(tmp_path: Path)
     assert mismatches(profile.sources, profile.doubts) == [
         "store is inferred, from a plain run that broke off: RuntimeError: no space"
     ]
+    told = {"store": True, "saves": "all"}
+    target = Target(f"{__name__}:Breaks", {"store": "{tmp}"}, capabilities=told)
+    profile = profile_of(target, tmp_path)
+    assert mismatches(profile.sources, profile.doubts) == [
+        "store is declared, but a plain run broke off: RuntimeError: no space"
+    ]
 
 
 class NeverComes(Undeclared):
