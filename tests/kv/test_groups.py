@@ -17,7 +17,7 @@ from kvconform.config.target import Target
 from kvconform.contract.case import Case, Config
 from kvconform.contract.loader import load_spec
 from kvconform.kernels.codes import CodeBook
-from kvconform.kv.cache import PagedCache, groups_of
+from kvconform.kv.cache import PagedCache, Slice, groups_of
 from kvconform.kv.content import Content
 from kvconform.kv.oracle import Grant
 from kvconform.refimpl.variants.hybrid import HybridConnector
@@ -157,7 +157,7 @@ def test_a_block_counts_completely_and_as_often_as_it_was_written() -> None:
 
 def test_a_rank_that_holds_every_second_token_has_half_a_block() -> None:
     groups = groups_of([], layers=1, block_size=4, heads=2, window=8)
-    grant = Grant("t", "a", 0, 0, 3, False, [[1]], groups, (1, 2))
+    grant = Grant("t", "a", 0, 0, 3, False, [[1]], groups, Slice(1, 2))
     grant.written[0, 1] = True
     grant.times[0, 1] = 1
     assert (grant.received(0), grant.received_in_blocks(0)) == (1, 2)
@@ -166,7 +166,7 @@ def test_a_rank_that_holds_every_second_token_has_half_a_block() -> None:
 def test_a_grant_has_the_blocks_of_all_ranks() -> None:
     """Of 13 tokens, the last is alone in its block, and on the first of two ranks."""
     groups = groups_of([], layers=1, block_size=4, heads=2, window=8)
-    ranks = [Grant("t", "a", 0, 0, 13, False, [[1, 2, 3, 4]], groups, (n, 2)) for n in (0, 1)]
+    ranks = [Grant("t", "a", 0, 0, 13, False, [[1, 2, 3, 4]], groups, Slice(n, 2)) for n in (0, 1)]
     assert [grant.blocks for grant in ranks] == [{1, 2, 3, 4}] * 2
 
 
