@@ -199,8 +199,10 @@ class Executor:
         """Count a step that may shrink the store, once more when late workers execute it."""
         leader = self.ranks.leader.worker
         failing = any(grant.req in leader.failing for grant in leader.oracle.open_grants())
+        # The last saves of a request that has ended take room from others.
+        saving = any(request.is_finished() for request in self.view.scheduler.requests.values())
         # What a load finds lost is lost for other requests before it is reported.
-        if output.total_num_scheduled_tokens or failing:
+        if output.total_num_scheduled_tokens or failing or saving:
             self.observer.activity += 1
 
     def execute(self, flight: Flight) -> Any:

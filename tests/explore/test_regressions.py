@@ -624,3 +624,36 @@ def test_after_a_reset_the_rest_of_a_chunk_may_stay_local(name: str, tmp_path: P
     workload = mended(steps, config=config, needs="store")
     found = outcome(workload, target_of(name), SPEC, tmp_path, strict=True)
     assert (found.error, found.failures, found.unknown) == (None, [], [])
+
+
+def test_the_last_saves_of_a_request_take_room_from_others(tmp_path: Path) -> None:
+    """`lookup.repeatable` was wrongly reported: nothing but such a save was under way."""
+    image = {"at": 9, "length": 5, "id": "dog", "alike": {"id": "cat", "first": 32}}
+    again: Data = {"prompt": {"same": "b"}, "max_tokens": 9}
+    steps: list[Data] = [
+        {"add": {"req": "a", "prompt": 16, "max_tokens": 4}},
+        {"run": {"loaded": "a"}},
+        {"preempt": "a"},
+        {"add": {"req": "b", "prompt": {"same": "a"}, "max_tokens": 4, "salt": "t"}},
+        {"step": 4},
+        {"preempt": "b"},
+        {"run": {}},
+        {
+            "add": {
+                "req": "c",
+                "prompt": {"parts": [{"of": "a", "from": 12, "tokens": 4}], "then": 1},
+            }
+        },
+        {"step": 2},
+        {"abort": "c"},
+        {"run": {}},
+        {"add": {"req": "d", **again, "mm": [image]}},
+        {"drop-local": {}},
+        {"add": {"req": "e", **again, "salt": "t", "skip_reading_prefix_cache": True}},
+        {"add": {"req": "f", "prompt": {"same": "e"}, "max_tokens": 2}},
+        {"run": {}},
+    ]
+    config = {"budget": 5, "max_seqs": 1, "num_blocks": 9}
+    workload = mended(steps, "vllm", "async", config=config, policies=["late-threads"])
+    found = outcome(workload, target_of("int8"), SPEC, tmp_path, strict=True)
+    assert (found.error, found.failures, found.unknown) == (None, [], [])
